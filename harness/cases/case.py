@@ -1,0 +1,27 @@
+"""A case: one tiny configuration of a family, with a name for what it stresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`config` is a config.json in the published spelling. `prompt` is the length that checks feed, at least 36 tokens:
+    for the last query a causal and a bidirectional mask see the same keys, so short prompts look right when the mask is wrong.
+    """
+
+    family: str
+    name: str
+    stresses: str
+    config: Mapping[str, Any]
+    prompt: int = 48
+    layouts: tuple[str, ...] = ("dense",)
+
+    @property
+    def id(self) -> str:
+        return f"{self.family}/{self.name}"
