@@ -1,0 +1,3 @@
+from decodegate.cli import main
+
+main()

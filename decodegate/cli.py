@@ -1,0 +1,38 @@
+"""The `decodegate` command. Each module of `decodegate.commands` registers what it adds; heavy imports stand inside commands."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import typer
+
+from decodegate import commands
+from harness.outcomes import ExitCode, Infra
+
+app = typer.Typer(
+    name="decodegate",
+    help="Proves that a language-model engine decodes what its model computes, or shows the token where it breaks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for _module in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
+    importlib.import_module(f"decodegate.commands.{_module}").register(app)
+
+
+def main() -> None:
+    """Console script. What surroundings lack ends with TEMPORARY and one line on stderr, never a traceback."""
+    try:
+        app()
+    except Infra as error:
+        print(f"decodegate: infra: {error}", file=sys.stderr)
+        raise SystemExit(int(ExitCode.TEMPORARY)) from None
+
+
+if __name__ == "__main__":
+    main()
