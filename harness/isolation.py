@@ -71,6 +71,13 @@ class Isolation:
         """Process id of the worker, while there is one."""
         return self._worker.process.pid if self._worker else None
 
+    def start(self) -> None:
+        """Start the worker before there is work, so that it loads while the caller does other things."""
+        if self._worker is None:
+            self._logs += 1
+            log = self._scratch / f"worker-{self._logs}.log"
+            self._worker = _Worker(Setup(self.build, self._threads, self._memory_bytes, log))
+
     def submit(self, job: Job | Describe) -> str:
         """Queue a job; the text returned names it to `result`. The job's `log` and `nonce` are set here."""
         self._logs += 1
@@ -155,10 +162,8 @@ class Isolation:
 
     def _send(self) -> None:
         """Start a worker if there is work, and keep it AHEAD."""
-        if self._queue and self._worker is None:
-            self._logs += 1
-            log = self._scratch / f"worker-{self._logs}.log"
-            self._worker = _Worker(Setup(self.build, self._threads, self._memory_bytes, log))
+        if self._queue:
+            self.start()
         limit = 1 if self._fresh_process else AHEAD
         while self._worker is not None and self._sent < min(limit, len(self._queue)):
             with contextlib.suppress(OSError):  # the worker has died; _answer will see it
