@@ -13,7 +13,6 @@ Records travel to the controller inside reports, so that a run by pytest-xdist w
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -131,7 +130,7 @@ class Gate:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         line = getattr(report, "gate_record", None)
         if line is not None and self._writer is not None:
-            self._writer.write(records.parse_record(json.loads(line), "a test report"))
+            self._writer.write(records.decode(line))
 
     @property
     def execution(self) -> Execution:

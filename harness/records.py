@@ -5,26 +5,29 @@ Untrusted input when read back: line length, count and field types are bounded, 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
-import reprlib
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from harness.outcomes import Outcome
 
-__all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "encode", "load", "parse_record"]
+__all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "decode", "encode", "load"]
 
 SCHEMA = 1
-MAX_LINE_BYTES = 16 * 2**20
-MAX_RECORDS = 100_000
-MAX_FILE_BYTES = 1 * 2**30
+MAX_BYTES = 512 * 2**20  # a run of 10 000 cells with their series is about 100 MB
+MAX_LINE = 4 * 2**20
+MAX_RECORDS = 200_000
+MAX_ITEMS = 100_000  # of one list or mapping
+MAX_NAME = 500  # characters of a field that names something
+
+
+class RecordError(Exception):
+    """The file is not a record file that this version can read; one line that names line, field and value."""
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Header:
     flags: dict[str, str] = field(default_factory=dict)  # environment variables and settings that change numerics
     lock_wait_s: float = 0.0
     selected: int = 0  # cells that the run set out to do: fewer records than that means that it was cut short
+    notes: list[str] = field(default_factory=list)  # what a reader has to know; `load` adds what it had to drop
 
 
 @dataclass
@@ -82,19 +86,14 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict)  # smoke: texts, speeds, memory, KL
 
 
-class RecordError(Exception):
-    """A record file that cannot be used; names file, line and what is wrong."""
-
-
 class Writer:
-    """Appends to a record file: the header first, then a line per cell, each on disk before the call returns.
+    """Writes a record file: the header first, then a line per cell, each on disk before the call returns.
 
     A killed run leaves at most one torn line, the last, which `load` drops.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
         self._file = path.open("w", encoding="utf-8")
         self._line(header)
 
@@ -112,11 +111,16 @@ class Writer:
 
 def encode(value: Header | Record) -> str:
     """One line of strict JSON. JSON has no infinities: they become the largest finite number, and NaN becomes null."""
-    return json.dumps(_finite(dataclasses.asdict(value)), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(_finite(asdict(value)), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def decode(line: str) -> Record:
+    """A record from the line that `encode` made of it; raises RecordError."""
+    return _record(_parse(line.encode(), "record"), "record")
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Enum):
+    if isinstance(value, Outcome):
         return value.value
     if isinstance(value, float):
         return value if math.isfinite(value) else None if math.isnan(value) else math.copysign(sys.float_info.max, value)
@@ -128,117 +132,130 @@ def _finite(value: Any) -> Any:
 
 
 def load(path: Path) -> tuple[Header, list[Record]]:
-    """Header and records of a file, which may belong to a run that still goes on or that was killed.
+    """Header and records of a file that may still be written to, or whose run was killed.
 
-    Raises RecordError, one line, for a file that is not a record file, is too large, or has a newer schema. Only the last line
-    may be torn; it is dropped. Where a cell was recorded twice the later record stands. Unknown fields are dropped: they belong
-    to a later revision of the same schema.
+    A last line that does not end in a newline, or does not parse, is torn: it is dropped and `header.notes` says so. Everything
+    else that is not as it should be raises RecordError; so does a schema that is newer than this version's.
     """
     try:
         size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise RecordError(f"{path}: {size} bytes, more than the {MAX_FILE_BYTES} that a record file may have")
-        lines = path.read_bytes().split(b"\n")
+        if size > MAX_BYTES:
+            raise RecordError(f"{path}: {size} bytes, more than the {MAX_BYTES} that a record file may have")
+        with path.open("rb") as file:
+            lines = file.read(MAX_BYTES).split(b"\n")
     except OSError as error:
-        raise RecordError(f"{path}: {error.strerror or error}; `decodegate gate --out DIR` writes DIR/gate.jsonl") from None
-    torn = lines.pop()  # what follows the last line end; empty unless the last write was cut
+        raise RecordError(f"{path}: cannot be read ({error.strerror}); a run writes gate.jsonl into its --out directory") from None
+    torn = lines.pop()  # empty where the file ends in a newline
+    if not lines:
+        raise RecordError(f"{path}: no header line; the run ended before it began, or this is not a record file")
     if len(lines) - 1 > MAX_RECORDS:
         raise RecordError(f"{path}: {len(lines) - 1} records, more than the {MAX_RECORDS} that a record file may have")
-    if not lines:
-        raise RecordError(f"{path}: no header line" + (" (the first line is torn)" if torn else " (the file is empty)"))
-    header = parse_header(_object(lines[0], path, 1), f"{path}, line 1")
-    records: dict[str, Record] = {}
-    for number, line in enumerate(lines[1:], 2):
-        if line.strip():
-            record = parse_record(_object(line, path, number), f"{path}, line {number}")
-            records.pop(record.cell, None)
-            records[record.cell] = record
-    return header, list(records.values())
+    header = _header(_parse(lines[0], f"{path}:1"), f"{path}:1")
+    records = [
+        _record(_parse(line, f"{path}:{number}"), f"{path}:{number}") for number, line in enumerate(lines[1:], 2) if line.strip()
+    ]
+    if torn.strip():
+        header.notes.append(f"the last line was torn ({len(torn)} bytes without an end) and is left out")
+    return header, records
 
 
-def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    if len(line) > MAX_LINE_BYTES:
-        raise RecordError(f"{path}, line {number}: {len(line)} bytes, more than the {MAX_LINE_BYTES} that a line may have")
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE:
+        raise RecordError(f"{where}: {len(line)} bytes, more than the {MAX_LINE} that a line may have")
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}, line {number}: not JSON ({error})") from None
+        raise RecordError(f"{where}: not JSON ({type(error).__name__}: {str(error)[:120]})") from None
     if not isinstance(value, dict):
-        raise RecordError(f"{path}, line {number}: a record is a JSON object (got {type(value).__name__})")
+        raise RecordError(f"{where}: must be an object (got {_short(value)})")
     return value
 
 
-def parse_header(raw: Mapping[str, Any], where: str) -> Header:
-    schema = raw.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool):
-        raise RecordError(f"{where}: not a header of a record file (schema is {schema!r})")
-    if schema > SCHEMA:
-        raise RecordError(f"{where}: schema {schema} is newer than the {SCHEMA} that this decodegate reads; update decodegate")
-    return Header(**_fields(Header, raw, where))
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{text[:60]}{'...' * (len(text) > 60)}, a {type(value).__name__}"
 
 
-def parse_record(raw: Mapping[str, Any], where: str) -> Record:
-    values = _fields(Record, raw, where)
-    try:
-        values["outcome"] = Outcome(values["outcome"])
-    except (KeyError, ValueError):
-        raise RecordError(f"{where}: outcome is {raw.get('outcome')!r}, not one of {', '.join(Outcome)}") from None
-    missing = [
-        f.name for f in dataclasses.fields(Record)
-        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]  # fmt: skip
-    if missing:
-        raise RecordError(f"{where}: the record lacks {', '.join(missing)}")
-    return Record(**values)
+def _text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def _fields(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    values = {}
-    for f in dataclasses.fields(kind):
-        if f.name in raw:
-            value = raw[f.name]
-            if not _TYPES[str(f.type)](value):
-                raise RecordError(f"{where}: {f.name} must be {f.type} (got {reprlib.repr(value)})")
-            values[f.name] = value
-    return values
+def _name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _number(value: object) -> bool:
+    """Infinities and NaN are numbers here: a broken target yields them."""
+    return isinstance(value, float) or _count(value)
 
 
-def _dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(check(item) for item in value.values())
+def _duration(value: object) -> bool:
+    return _number(value) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
 
 
-def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _optional(check: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or check(value)
 
 
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(check(item) for item in value)
+def _list(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(check, value))
 
 
-_string: Callable[[Any], bool] = lambda value: isinstance(value, str)  # noqa: E731
-_anything: Callable[[Any], bool] = lambda value: True  # noqa: E731
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "str": _string,
-    "str | None": _or_none(_string),
-    "bool | None": _or_none(lambda value: isinstance(value, bool)),
-    "int": _integer,
-    "int | None": _or_none(_integer),
-    "float": _number,
-    "float | None": _or_none(_number),
-    "Outcome": _string,
-    "list[str]": _list_of(_string),
-    "dict[str, str]": _dict_of(_string),
-    "dict[str, int]": _dict_of(_integer),
-    "dict[str, float]": _dict_of(_or_none(_number)),
-    "dict[str, list[float]]": _dict_of(_list_of(_or_none(_number))),
-    "dict[str, Any]": _dict_of(_anything),
-    "dict[str, Any] | None": _or_none(_dict_of(_anything)),
+def _mapping(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and len(value) <= MAX_ITEMS and all(map(check, value.values()))
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {  # annotation -> (in words, check)
+    "str": ("a text", _text),
+    "str | None": ("a text or null", _optional(_text)),
+    "bool | None": ("true, false or null", _optional(lambda value: isinstance(value, bool))),
+    "int": ("a whole number", _count),
+    "int | None": ("a whole number or null", _optional(_count)),
+    "float": ("a time in seconds", _duration),
+    "float | None": ("a number or null", _optional(_number)),
+    "list[str]": ("a list of texts", _list(_text)),
+    "dict[str, str]": ("an object of texts", _mapping(_text)),
+    "dict[str, int]": ("an object of whole numbers", _mapping(_count)),
+    "dict[str, float]": ("an object of numbers", _mapping(_number)),
+    "dict[str, list[float]]": ("an object of lists of numbers", _mapping(_list(_optional(_number)))),
+    "dict[str, Any]": ("an object", _mapping(_anything)),
+    "dict[str, Any] | None": ("an object or null", _optional(_mapping(_anything))),
+    "Outcome": (f"one of {', '.join(Outcome)}", lambda value: isinstance(value, str) and value in set(map(str, Outcome))),
 }
+_NAMES = frozenset({"cell", "target", "build", "family", "case", "check", "dtype", "layout"})
+
+
+def _check(kind: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
+    known = {item.name: str(item.type) for item in fields(kind)}
+    if unknown := sorted(raw.keys() - known.keys()):
+        raise RecordError(f"{where}: unknown field {unknown[0][:60]!r}")
+    for name, value in raw.items():
+        words, good = ("a printable text", _name) if name in _NAMES else _KINDS[known[name]]
+        if not good(value):
+            raise RecordError(f"{where}: {name!r} must be {words} (got {_short(value)})")
+    return raw
+
+
+def _header(raw: dict[str, Any], where: str) -> Header:
+    schema = raw.get("schema")
+    if not _count(schema) or schema < 1:  # type: ignore[operator]
+        raise RecordError(f"{where}: 'schema' must be {SCHEMA} (got {_short(schema)}); the first line is not a header")
+    if schema > SCHEMA:  # type: ignore[operator]
+        raise RecordError(f"{where}: schema {schema} is newer than this version reads ({SCHEMA}); install a newer decodegate")
+    return Header(**_check(Header, raw, where))
+
+
+def _record(raw: dict[str, Any], where: str) -> Record:
+    checked = _check(Record, raw, where)
+    required = ("cell", "target", "build", "family", "case", "check", "dtype", "layout", "schedule", "outcome")
+    if missing := [name for name in required if name not in checked]:
+        raise RecordError(f"{where}: field {missing[0]!r} is missing")
+    return Record(**{**checked, "outcome": Outcome(checked["outcome"])})
