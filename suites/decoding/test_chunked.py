@@ -44,7 +44,7 @@ def _by_the_engine(case: Case) -> Sequence[Schedule]:
         return [Schedule((Feed(n, chunk=size), Step(PAST))) for size in (step - 1, step, step + 1, 100, n - 1)]
     sizes = [*range(1, 9), *range(11, n - 1, 6), n - 1, n]
     last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in sizes]
-    return [*last_rows, Schedule((Feed(n, all_rows=True, chunk=7), Step(PAST))), Schedule((Feed(5), Feed(n - 5, chunk=9), Step(PAST)))]
+    return [*last_rows, Schedule((Feed(n, chunk=7), Step(PAST))), Schedule((Feed(5), Feed(n - 5, chunk=9), Step(PAST)))]
 
 
 chunked_prefill_matches_full_forward = Check(
@@ -60,6 +60,6 @@ engine_cut_prefill_matches_full_forward = Check(
     holds="a prompt that the engine itself cuts into chunks of any size gives the logits of one full forward",
     schedules=_by_the_engine,
     faults=("last_row_from_wrong_index", "rope_offset_off_by_one"),
-    needs=frozenset({"all_rows", "chunk"}),
+    needs=frozenset({"chunk"}),
     counters={"prefill_chunks": 2},
 )
