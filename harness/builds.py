@@ -153,10 +153,10 @@ class Builds:
         return directory
 
 
-def fingerprint(directory: Path) -> str:
-    """SHA-256 over names and bytes of all files below, caches and hidden files left out."""
+def fingerprint(directory: Path, pattern: str = "*") -> str:
+    """SHA-256 over names and bytes of all files below that match, caches and hidden files left out."""
     digest = hashlib.sha256()
-    for path in sorted(directory.rglob("*")):
+    for path in sorted(directory.rglob(pattern)):
         parts = path.relative_to(directory).parts
         if path.is_file() and "__pycache__" not in parts and not any(part.startswith(".") for part in parts):
             content = path.read_bytes()
