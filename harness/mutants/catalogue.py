@@ -115,7 +115,9 @@ def _load_file(file: Path) -> list[Mutant]:
     entries = raw.get("mutant")
     if raw.keys() != {"mutant"} or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CatalogueError(f"{file.name}: must hold [[mutant]] tables and nothing else (got {', '.join(raw) or 'nothing'})")
-    return [_mutant(entry, f"{file.name}: {str(entry.get('id', f'mutant {index}'))[:80]}") for index, entry in enumerate(entries, 1)]
+    return [
+        _mutant(entry, f"{file.name}: {str(entry.get('id', f'mutant {index}'))[:80]}") for index, entry in enumerate(entries, 1)
+    ]
 
 
 def _mutant(entry: dict[str, Any], where: str) -> Mutant:
@@ -131,7 +133,9 @@ def _mutant(entry: dict[str, Any], where: str) -> Mutant:
         }[kinds[name]]
         if not good:
             raise CatalogueError(f"{where}: {name} must be {_WORDS[kinds[name]]} (got {str(value)[:60]!r})")
-    missing = [name for name in ("id", "kind", "why", "report", "file", "anchor", "replacement", "cases") if not entry.get(name)]
+    missing = [
+        name for name in ("id", "kind", "why", "report", "file", "anchor", "replacement", "cases") if not entry.get(name)
+    ]
     if missing:
         raise CatalogueError(f"{where}: {', '.join(missing)} must be given")
     mutant = Mutant(**{"scope": "", **entry, "cases": tuple(entry["cases"])})

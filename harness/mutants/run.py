@@ -34,7 +34,9 @@ __all__ = ["BaselineRed", "MutantRun", "Settings"]
 BASELINE_S = 120.0  # that a cell may take on the unchanged build
 LEAST_S = 20.0  # that a cell may take on a mutant; more where the unchanged build needs more than a fifth of it
 IMPORT_S = 60.0
-RED = frozenset({Outcome.FAIL, Outcome.ERROR, Outcome.CRASH, Outcome.VACUOUS})  # what turns the gate red; a timeout stands apart
+RED = frozenset(
+    {Outcome.FAIL, Outcome.ERROR, Outcome.CRASH, Outcome.VACUOUS}
+)  # what turns the gate red; a timeout stands apart
 
 
 class BaselineRed(Exception):
