@@ -46,6 +46,7 @@ class Header:
     flags: dict[str, str] = field(default_factory=dict)  # environment variables and settings that change numerics
     lock_wait_s: float = 0.0
     selected: int = 0  # cells that the run set out to do: fewer records than that means that it was cut short
+    builds: list[dict[str, Any]] = field(default_factory=list)  # before/after: name, commit, dirty, subject, fingerprint of each
     notes: list[str] = field(default_factory=list)  # what a reader has to know; `load` adds what it had to drop
 
 
@@ -222,6 +223,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {  # annotation -> (in
     "float": ("a time in seconds", _duration),
     "float | None": ("a number or null", _optional(_number)),
     "list[str]": ("a list of texts", _list(_text)),
+    "list[dict[str, Any]]": ("a list of objects", _list(_mapping(_anything))),
     "dict[str, str]": ("an object of texts", _mapping(_text)),
     "dict[str, int]": ("an object of whole numbers", _mapping(_count)),
     "dict[str, float]": ("an object of numbers", _mapping(_number)),

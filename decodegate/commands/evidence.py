@@ -1,0 +1,107 @@
+"""`decodegate evidence`: the table that shows a reviewer what a change did, made by today's checks on the build before and after."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.outcomes import ExitCode
+
+if TYPE_CHECKING:
+    from harness.builds import Made
+    from harness.cells import Cell
+
+__all__ = ["register"]
+
+Names = list[str] | None
+
+
+def register(app: typer.Typer) -> None:
+    app.command("evidence")(command)
+
+
+def command(
+    base: Annotated[str, typer.Option(metavar="REV", help="Git revision before the change.")],
+    head: Annotated[str | None, typer.Option(metavar="REV", help="Git revision after it. Default: the working tree.")] = None,
+    families: Annotated[Names, typer.Option("--family", metavar="NAME", help="Only this family (repeatable).")] = None,
+    cases: Annotated[Names, typer.Option("--case", metavar="ID", help="Only this case (repeatable).")] = None,
+    checks: Annotated[Names, typer.Option("--check", metavar="NAME", help="Only this check (repeatable).")] = None,
+    dtypes: Annotated[Names, typer.Option("--dtype", metavar="NAME", help="Only this dtype (repeatable).")] = None,
+    layouts: Annotated[Names, typer.Option("--layout", metavar="NAME", help="Only this layout (repeatable).")] = None,
+    checkpoints: Annotated[list[Path] | None, typer.Option("--checkpoint", help="Checkpoint as a further case (repeatable).")] = None,
+    target: Annotated[str, typer.Option(help="The target whose package the builds hold: a name or module:Class.")] = "engine",
+    repo: Annotated[Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cell may take.")] = 60.0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for evidence.jsonl, .md, .html and .json.")] = Path("evidence-out"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of Markdown.")] = False,
+) -> None:
+    """Run today's checks on two builds of the engine and print the before/after table as Markdown, ready to paste.
+
+    A build that aborts, hangs or raises costs its own field of the table and nothing else. The exit code is that of the build
+    after the change: 0 when all of its cells pass, 1 when one is wrong; 4 when there is no before and after to compare.
+
+    Examples:
+
+        decodegate evidence --base HEAD~1 --family nemotron_nas
+
+        decodegate evidence --base v0.3 --head v0.4 --check incremental_logits_match_full_forward
+    """
+    from harness.builds import BuildError, Builds, Source
+    from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects
+    from harness.targets import TargetError, resolve
+
+    try:
+        adapter = resolve(target)
+        known = checks_in("suites.decoding")
+        selection = Selection(families or (), cases or (), checks or (), dtypes or (), layouts or ())
+        selected = subjects(selection, checkpoints or ())
+        selection.validate([subject.case for subject in selected], known)
+        matrix = Matrix(target, adapter, selected, selection)
+        cells = sorted((cell for check in known.values() for cell in matrix.cells(check)), key=lambda cell: cell.order)
+    except (SelectionError, TargetError) as error:
+        print(f"decodegate evidence: {error}", file=sys.stderr)
+        raise typer.Exit(ExitCode.USAGE) from None
+    if not cells:
+        print("decodegate evidence: no cell is selected; `decodegate list cases` and `list checks` show what there is", file=sys.stderr)
+        raise typer.Exit(ExitCode.USAGE)
+    try:
+        with Builds(Source.find(getattr(adapter, "package", adapter.name), repo)) as builds:
+            before, after = builds.revision(base), builds.revision(head) if head else builds.working_tree()
+            code = _run(before, after, cells, out, as_json, seed=seed, timeout_s=timeout, target=target)
+    except BuildError as error:
+        print(f"decodegate evidence: {error}", file=sys.stderr)
+        raise typer.Exit(ExitCode.BASELINE_RED) from None
+    raise typer.Exit(code)
+
+
+def _run(
+    before: Made, after: Made, cells: list[Cell], out: Path, as_json: bool, *, seed: int, timeout_s: float, target: str
+) -> ExitCode:
+    from harness.evidence import Evidence
+    from harness.outcomes import exit_code
+    from harness.provenance import header
+    from harness.records import Writer
+    from reports.evidence import Table, print_progress, write
+    from reports.terminal import make_console
+
+    said = make_console(sys.stderr)
+    with Evidence(before, after, seed=seed, timeout_s=timeout_s) as evidence:
+        head = header(" ".join(["decodegate", *sys.argv[1:]]), seed, len(cells), {target: evidence.environment(target)})
+        head.commit, head.dirty, head.builds = after.commit, after.dirty, evidence.described()
+        pairs = []
+        writer = Writer(out / "evidence.jsonl", head)
+        try:
+            for pair in print_progress(said, evidence.records(cells), len(cells)):
+                for record in pair:
+                    writer.write(record)
+                pairs.append(pair)
+        finally:
+            writer.close()
+    table = Table(head, [record for pair in pairs for record in pair])
+    written = write(table, out)
+    print(written["json" if as_json else "md"].read_text("utf-8"), end="")
+    return exit_code(later.outcome for _, later in pairs)
