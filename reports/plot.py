@@ -6,7 +6,7 @@ Everything in the SVG is a number or a literal of this module, so nothing needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.records import Record
@@ -15,7 +15,7 @@ from reports.text import figure
 __all__ = ["error_plot"]
 
 _WIDTH, _HEIGHT = 640, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 60, 14, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 72, 14, 24
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def error_plot(record: Record, points: int = 96) -> str:
     )
     ticks = "".join(
         f'<text x="{x(p)}" y="{_HEIGHT - 8}" class="m">{p:.0f}</text>'
-        for p in sorted({round(first + (last - first) * k / 4) for k in range(5)})
-        if first <= p <= last
+        for p in _round_positions(first, last)
     )
     noise = path([point.noise for point in worst])
     dots = "".join(f'<circle cx="{x(p.position)}" cy="{y(p.error)}" r="2.5"/>' for p in worst if p.beyond)
@@ -91,7 +90,7 @@ def error_plot(record: Record, points: int = 96) -> str:
         _first_bad(record, x, first, last, bottom),
         f'<text class="b" x="{right + 6}" y="{label_bound + 4}">bound</text>',
         f'<text class="n" x="{right + 6}" y="{label_noise + 4}">noise</text>',
-        f'<text class="m" x="{right + 6}" y="{_HEIGHT - 8}" style="text-anchor:start">position</text></svg>',
+        f'<text class="m" x="{right + 14}" y="{_HEIGHT - 8}" style="text-anchor:start">position</text></svg>',
     ]
     return "".join(parts)
 
@@ -118,7 +117,14 @@ def _keep_worst(chosen: dict[float, _Point], key: float, point: _Point) -> None:
         chosen[key] = point
 
 
-def _first_bad(record: Record, x, first: float, last: float, bottom: int) -> str:  # type: ignore[no-untyped-def]
+def _round_positions(first: float, last: float) -> list[int]:
+    """About six positions at steps of 1, 2 or 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(max((last - first) / 6, 1)))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 7 >= last - first)
+    return list(range(math.ceil(first / step) * step, math.floor(last) + 1, step))
+
+
+def _first_bad(record: Record, x: Callable[[float], int], first: float, last: float, bottom: int) -> str:
     position = record.first_bad_position
     if position is None or not first <= position <= last:
         return ""

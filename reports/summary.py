@@ -16,7 +16,7 @@ from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record
 from reports.text import plural
 
-__all__ = ["BAD", "MARKS", "POWER_WANTED", "Column", "DtypeFigures", "Mark", "Matrix", "Power", "Run", "Summary", "case_id", "environment", "is_smoke"]
+__all__ = ["BAD", "MARKS", "POWER_WANTED", "Column", "DtypeFigures", "Mark", "Matrix", "Power", "Run", "Summary", "case_id", "dtype_order", "environment", "is_smoke"]
 
 POWER_WANTED = 20.0  # a fault has to move the error by this many times the bound (design: Cases, Power)
 
@@ -48,6 +48,11 @@ BAD = WRONG | {Outcome.VACUOUS}
 def case_id(record: Record) -> str:
     """family/case, also where the record's case already has the family in front."""
     return record.case if record.case.startswith(f"{record.family}/") else f"{record.family}/{record.case}"
+
+
+def dtype_order(dtype: str) -> tuple[int, str]:
+    """Sort key: the finest dtype first."""
+    return {"float32": 0, "bfloat16": 1, "float16": 2}.get(dtype, 3), dtype
 
 
 def is_smoke(record: Record) -> bool:
@@ -135,7 +140,7 @@ class Summary:
             for record in last.values():
                 self._run_of[id(record)] = index
                 records.append(record)
-        self.records = sorted(records, key=lambda r: (case_id(r), r.check, r.dtype, r.layout, self._run_of[id(r)], r.target, r.build))
+        self.records = sorted(records, key=lambda r: (case_id(r), r.check, dtype_order(r.dtype), r.layout, self._run_of[id(r)], r.target, r.build))
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -232,7 +237,6 @@ class Summary:
         for record in self.records:
             if record.error_ratio is not None or record.noise_max is not None:
                 groups[record.dtype].append(record)
-        order = {"float32": 0, "bfloat16": 1, "float16": 2}
         return [
             DtypeFigures(
                 dtype,
@@ -241,7 +245,7 @@ class Summary:
                 max((r.noise_max for r in group if r.noise_max is not None), default=None),
                 max((r.noise_rmse for r in group if r.noise_rmse is not None), default=None),
             )
-            for dtype, group in sorted(groups.items(), key=lambda item: (order.get(item[0], 9), item[0]))
+            for dtype, group in sorted(groups.items(), key=lambda item: dtype_order(item[0]))
         ]
 
     @cached_property

@@ -45,8 +45,9 @@ def shorten(text: str, width: int) -> str:
 
 def markdown(text: str) -> str:
     """Text for a cell of a GitHub table or a paragraph: nothing in it is markup, HTML, a mention or a line break."""
-    escaped = html.escape(one_line(text), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~@$])", lambda match: f"&#{ord(match.group())};", escaped)
+    escaped = re.sub(r"([\\`*\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
+    escaped = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)  # between letters an underscore is only a letter
+    return escaped.replace("@", "&#64;")
 
 
 def code_span(text: str, *, table: bool = True) -> str:
