@@ -1,7 +1,7 @@
 """gate.html: one self-contained file, readable from a mail attachment, without network and without JavaScript.
 
-The page is a Jinja template with autoescape on; the only markup that does not come from the template is `reports.plot`, whose SVG
-holds numbers alone. Scripts add filters, the detail drawer and copy buttons to what is already readable.
+The page is a Jinja template with autoescape on; the only markup from elsewhere is the SVG of `reports.plot`,
+which holds numbers alone. Scripts add filters, the detail drawer and copy buttons to what is already readable.
 """
 
 from __future__ import annotations
@@ -82,12 +82,15 @@ def render(report: Summary) -> str:
 
     def grid(records: list[Record]) -> list[list[_Cell | None]]:
         """One field of the matrix: a line for each column (build), in it a place for each dtype (and layout)."""
-        lines = []
+        lines: list[list[_Cell | None]] = []
         for label in labels:
             of_column = [cells[id(record)] for record in records if report.column(record) == label]
-            of_dtype = [[cell for cell in of_column if cell.record.dtype == dtype] or [None] for dtype in dtypes]
-            if of_column or len(labels) > 1:
-                lines.append([cell for group in of_dtype for cell in group])
+            if not of_column and len(labels) == 1:
+                continue
+            line: list[_Cell | None] = []
+            for dtype in dtypes:
+                line += [cell for cell in of_column if cell.record.dtype == dtype] or [None]
+            lines.append(line)
         return lines
 
     page = _template().render(
@@ -110,7 +113,8 @@ def render(report: Summary) -> str:
 
 
 def _cell(report: Summary, record: Record, name: str, points: int) -> _Cell:
-    figures, texts = [], []
+    figures: list[tuple[str, str]] = []
+    texts: list[tuple[str, str]] = []
     for key, value in _flat(record.extra):
         written = value if isinstance(value, str) else text.figure(value) if isinstance(value, float) else json.dumps(value)
         (texts if "\n" in written or len(written) > 80 else figures).append((key.replace("_", " "), written))

@@ -19,7 +19,7 @@ def claim(environ: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def append(markdown: str, environ: MutableMapping[str, str] = os.environ) -> Path | None:
-    """Append to the job-summary file and return its path; None where there is none, or where this run is not the outermost one."""
+    """Append to the job-summary file and return its path; None where there is none, or where this run is inside another."""
     path = environ.get(_FILE)
     if not path or not claim(environ):
         return None

@@ -1,4 +1,4 @@
-"""An inline SVG of error against position on a log scale: noise floor as an area, bound as a dashed line, rows beyond it marked.
+"""An inline SVG of error against position, log scale: noise floor as an area, bound as a dashed line, rows beyond it marked.
 
 Everything in the SVG is a number or a literal of this module, so nothing needs escaping. Colours are the page's classes.
 """
@@ -15,6 +15,7 @@ from reports.text import figure
 __all__ = ["error_plot"]
 
 _WIDTH, _HEIGHT = 640, 190
+_BEYOND_ALL = 1e300  # drawn at the top edge, as is what is not a number
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 72, 14, 24
 
 
@@ -40,11 +41,11 @@ class _Point:
 def error_plot(record: Record, points: int = 96) -> str:
     """SVG text, or "" where the record has no series to draw.
 
-    Rows of several schedules or sequences share the axis: at each position (at each of at most `points` steps of it) the row that
-    is furthest beyond its bound is drawn.
+    Rows of several schedules or sequences share the axis: at each position (or at each of at most `points` steps) the row
+    that is furthest beyond its bound is drawn.
     """
     worst = _worst_by_position(record, points)
-    values = [v for p in worst for v in (p.error, p.noise, p.bound) if math.isfinite(v) and v > 0]
+    values = [v for p in worst for v in (p.error, p.noise, p.bound) if 0 < v < _BEYOND_ALL]
     if not worst or not values:
         return ""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -56,7 +57,7 @@ def error_plot(record: Record, points: int = 96) -> str:
         return round(_LEFT + (position - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT))
 
     def y(value: float) -> int:
-        if math.isnan(value) or value == math.inf:
+        if math.isnan(value) or value >= _BEYOND_ALL:
             return _TOP
         level = math.log10(value) if value > 0 else low
         share = (min(max(level, low), high) - low) / (high - low)
@@ -68,13 +69,11 @@ def error_plot(record: Record, points: int = 96) -> str:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     step = max(1, math.ceil((high - low) / 5))
     grid = "".join(
-        f'<path d="M{_LEFT} {y(10.0**level)}H{right}"/><text x="{_LEFT - 6}" y="{y(10.0**level) + 4}" class="e">1e{level}</text>'
+        f'<path d="M{_LEFT} {y(10.0**level)}H{right}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(10.0**level) + 4}" class="e">1e{level}</text>'
         for level in range(low, high + 1, step)
     )
-    ticks = "".join(
-        f'<text x="{x(p)}" y="{_HEIGHT - 8}" class="m">{p:.0f}</text>'
-        for p in _round_positions(first, last)
-    )
+    ticks = "".join(f'<text x="{x(p)}" y="{_HEIGHT - 8}" class="m">{p:.0f}</text>' for p in _round_positions(first, last))
     noise = path([point.noise for point in worst])
     dots = "".join(f'<circle cx="{x(p.position)}" cy="{y(p.error)}" r="2.5"/>' for p in worst if p.beyond)
     end = worst[-1]

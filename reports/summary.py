@@ -1,7 +1,7 @@
-"""What every report says, computed once: verdict, counts, worst figures, power, and the pivot of cells over cases, checks and builds.
+"""What every report says, computed once: verdict, counts, worst figures, power; and the pivot over cases, checks and builds.
 
-A `Summary` is made of one or more runs (record files). With several, each (run, target, build) is a *column*; a table of one run
-is the special case of one column, so that before/after tables are the same pivot.
+A `Summary` is made of one or more runs (record files). With several, each (run, target, build) is a *column*; a table of one
+run is the special case of one column, so that before/after tables are the same pivot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,22 @@ from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record
 from reports.text import plural
 
-__all__ = ["BAD", "MARKS", "POWER_WANTED", "Column", "DtypeFigures", "Mark", "Matrix", "Power", "Run", "Summary", "case_id", "dtype_order", "environment", "is_smoke"]
+__all__ = [
+    "BAD",
+    "MARKS",
+    "POWER_WANTED",
+    "Column",
+    "DtypeFigures",
+    "Mark",
+    "Matrix",
+    "Power",
+    "Run",
+    "Summary",
+    "case_id",
+    "dtype_order",
+    "environment",
+    "is_smoke",
+]
 
 POWER_WANTED = 20.0  # a fault has to move the error by this many times the bound (design: Cases, Power)
 
@@ -67,6 +82,11 @@ class Run:
     header: Header
     records: tuple[Record, ...]
     name: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        """Time in cells, added up; with several jobs the clock on the wall shows less."""
+        return math.fsum(record.duration_s for record in self.records)
 
     @property
     def missing(self) -> int:
@@ -125,8 +145,8 @@ class Matrix:
 class Summary:
     """Everything that is said about one or more runs; a pure function of their headers and records.
 
-    A cell that one run recorded more than once (a resumed run) counts once, by its last record. The order of records in the file,
-    which depends on how the run was spread over processes, has no influence on any report.
+    A cell that one run recorded more than once (a resumed run) counts once, by its last record. The order of records in the
+    file, which depends on how the run was spread over processes, has no influence on any report.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -140,7 +160,12 @@ class Summary:
             for record in last.values():
                 self._run_of[id(record)] = index
                 records.append(record)
-        self.records = sorted(records, key=lambda r: (case_id(r), r.check, dtype_order(r.dtype), r.layout, self._run_of[id(r)], r.target, r.build))
+        self.records = sorted(
+            records, key=lambda r: (case_id(r), r.check, dtype_order(r.dtype), r.layout, self._run_of[id(r)], r.target, r.build)
+        )
+
+    def _place(self, r: Record) -> tuple[object, ...]:
+        return case_id(r), r.check, dtype_order(r.dtype), r.layout, self._run_of[id(r)], r.target, r.build, r.cell
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -209,7 +234,9 @@ class Summary:
             return f"no evidence: none of {total} passed{self._unfinished}"
         unsupported = self.counts.get(Outcome.UNSUPPORTED, 0)
         rest = f", {unsupported} unsupported" if unsupported else ""
-        return f"{plural(self.counts[Outcome.PASS], 'cell')} pass{'es' * (self.counts[Outcome.PASS] == 1)}{rest}{self._unfinished}"
+        return (
+            f"{plural(self.counts[Outcome.PASS], 'cell')} pass{'es' * (self.counts[Outcome.PASS] == 1)}{rest}{self._unfinished}"
+        )
 
     @property
     def _unfinished(self) -> str:
@@ -228,7 +255,6 @@ class Summary:
 
     @property
     def duration_s(self) -> float:
-        """Time in cells, added up; with several jobs the clock on the wall shows less."""
         return math.fsum(record.duration_s for record in self.records)
 
     @cached_property
@@ -251,7 +277,9 @@ class Summary:
     @cached_property
     def ties(self) -> tuple[int, int]:
         """Rows where the greedy choice hangs within twice the allowed error, and all rows that were judged."""
-        return sum(r.verdicts.get("TIE", 0) for r in self.records), sum(sum(r.verdicts.values()) or r.rows for r in self.records)
+        return sum(r.verdicts.get("TIE", 0) for r in self.records), sum(
+            sum(r.verdicts.values()) or r.rows for r in self.records
+        )
 
     @cached_property
     def power(self) -> list[Power]:

@@ -1,10 +1,10 @@
-"""`decodegate report`: render record files again, also of a run that was killed or is still going, and of several runs as one."""
+"""`decodegate report`: render record files again, also of a run that was killed or is still going, or several as one."""
 
 from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -30,10 +30,14 @@ def register(app: typer.Typer) -> None:
 
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Record files, or directories with a gate.jsonl.")],
-    out: Annotated[Optional[Path], typer.Option("--out", metavar="DIR", help="Write gate.md, gate.html and gate.xml here.")] = None,  # noqa: UP045
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write gate.md, gate.html and gate.xml here.")
+    ] = None,
     format: Annotated[
-        Optional[Format],  # noqa: UP045
-        typer.Option("--format", help="One format only; without --out it goes to stdout. Default: terminal, and all files with --out."),
+        Format | None,
+        typer.Option(
+            "--format", help="One format only; without --out it goes to stdout. Default: terminal, and with --out all."
+        ),
     ] = None,
 ) -> None:
     """Render record files again: the same file gives the same bytes. Several files are shown side by side, as several builds.

@@ -38,7 +38,7 @@
       setTimeout(() => { button.textContent = "copy"; }, 1500);
       return;
     }
-    const link = event.target.closest('a[href^="#c"]');
+    const link = event.target.closest('a[href^="#c"]:not(nav a)');
     if (event.target === drawer) drawer.close();
     if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const card = document.getElementById(link.hash.slice(1))?.closest(".card");

@@ -87,7 +87,7 @@ def record(
     elif outcome is Outcome.ERROR:
         values |= {
             "message": "ValueError: [broadcast_shapes] Shapes (1,4,12,12) and (1,4,12,16) cannot be broadcast.",
-            "detail": 'Traceback (most recent call last):\n  File "engine/layers/attention.py", line 88, in attend\nValueError: bad shapes',
+            "detail": 'Traceback (most recent call last):\n  File "engine/layers/attention.py", line 88\nValueError: bad shapes',
         }
     elif outcome is Outcome.TIMEOUT:
         values |= {"message": "no result after 60 s; the worker was replaced"}
@@ -106,7 +106,9 @@ def record(
         }
     else:
         values |= {"power": {}, "verdicts": {}, "rows": 0, "bound": None, "noise_max": None, "noise_rmse": None, "margin": None}
-    return Record(cell, target, build, family, case, check, dtype, "dense", values.pop("schedule"), outcome, **(values | changes))
+    return Record(
+        cell, target, build, family, case, check, dtype, "dense", values.pop("schedule"), outcome, **(values | changes)
+    )
 
 
 def smoke(outcome: Outcome = Outcome.PASS) -> Record:
@@ -118,7 +120,14 @@ def smoke(outcome: Outcome = Outcome.PASS) -> Record:
         "kl": {"mean": 1.2e-9, "p99": 8e-9, "max": 3.1e-8},
         "top1_agreement": 1.0,
     }
-    return record(outcome, case="SmolLM2-135M-Instruct", check="smoke", extra=extra, power={}, message="61.2 tok/s decode, 1240 tok/s prefill")
+    return record(
+        outcome,
+        case="SmolLM2-135M-Instruct",
+        check="smoke",
+        extra=extra,
+        power={},
+        message="61.2 tok/s decode, 1240 tok/s prefill",
+    )
 
 
 def green(families: tuple[str, ...] = ("llama",), **changes: Any) -> list[Record]:
@@ -134,7 +143,16 @@ def green(families: tuple[str, ...] = ("llama",), **changes: Any) -> list[Record
 def red() -> list[Record]:
     """A run in which every outcome occurs."""
     records = green()
-    bad = [Outcome.FAIL, Outcome.CRASH, Outcome.ERROR, Outcome.TIMEOUT, Outcome.VACUOUS, Outcome.FLAKE, Outcome.INFRA, Outcome.UNSUPPORTED]
+    bad = [
+        Outcome.FAIL,
+        Outcome.CRASH,
+        Outcome.ERROR,
+        Outcome.TIMEOUT,
+        Outcome.VACUOUS,
+        Outcome.FLAKE,
+        Outcome.INFRA,
+        Outcome.UNSUPPORTED,
+    ]
     for index, old in enumerate(records):
         if old.check.startswith("rewind") or index % 13 == 5:
             outcome = Outcome.FAIL if old.check.startswith("rewind") else bad[(index // 13) % len(bad)]
