@@ -96,7 +96,7 @@ class Progress:
     def _tally(self) -> Text:
         parts = [Text(f"{MARKS[o].glyph} {self._counts[o]} {o}", MARKS[o].style) for o in MARKS if self._counts[o]]
         parts.append(Text(duration(self._clock() - self._start), "dim"))
-        return Text(" · ", "dim").join(parts)
+        return _dotted(parts)
 
     def _block(self) -> RenderableType:
         now = self._clock()
@@ -129,7 +129,7 @@ def summary(
     attention = report.bad + report.of(Outcome.FLAKE)
     compact = len(attention) > _FULL_FAILURES
     for record in attention:
-        out += _failure(report, record, compact)
+        out += _failure(report, record, compact, console.width)
     if compact:
         out.append(Text(""))
     for outcome, reason, records in report.reasons(Outcome.INFRA):
@@ -143,15 +143,17 @@ def summary(
     console.print()
 
 
-def _failure(report: Summary, record: Record, compact: bool) -> list[Text]:
+def _failure(report: Summary, record: Record, compact: bool, width: int) -> list[Text]:
     headline = _headline(record)
     if len(report.columns) > 1:
         headline.append(f"  {one_line(report.column(record))}", "cyan")
-    numbers = Text(" · ", "dim").join(_numbers(record, compact))
+    numbers = _dotted(_numbers(record, compact))
     replay = [Text(f"    {one_line(record.replay)}")] if record.replay else []
-    if compact:
-        return [headline.append("  " * bool(numbers)).append_text(numbers), *replay]
+    if compact and numbers and headline.cell_len + numbers.cell_len + 2 < width:
+        return [headline.append("  ").append_text(numbers), *replay]
     block = [headline, *([Text("    ").append_text(numbers)] if numbers else [])]
+    if compact:
+        return block + replay
     if record.message and (record.outcome is not Outcome.FAIL or record.first_bad_position is None):
         block.append(Text(f"    {one_line(record.message)}"))
     tail = one_line((lines(record.detail) or [""])[-1])
@@ -194,7 +196,7 @@ def _verdict(report: Summary, elapsed_s: float | None) -> list[Text]:
     spent = duration(elapsed_s) if elapsed_s is not None else f"{duration(report.duration_s)} in cells"
     head = [Text.assemble("  ", (f"{mark.glyph} {report.verdict}", style), ("  ", ""), (spent, "dim"))]
     if len(report.counts) > 1:
-        counts = Text(" · ", "dim").join([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
+        counts = _dotted([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
         head.append(Text("    ") + counts)
     return head
 
@@ -214,8 +216,7 @@ def _facts(report: Summary, files: Iterable[Path | str], width: int) -> Iterable
     if missing := report.without_power:
         fact = Text(f"no fault planted on {plural(len(missing), 'check')}", "yellow").append(f"  {', '.join(missing)}", "dim")
         yield from _block("" if report.power else "power", [fact], width)
-    for record in report.smoke:
-        yield _labelled("smoke", _smoke_fact(record))
+    yield from _block("smoke", [fact for record in report.smoke for fact in _smoke_facts(record)], width)
     for outcome, reason, records in report.reasons(Outcome.UNSUPPORTED)[:3]:
         fact = Text(f"{plural(len(records), 'cell')} {outcome}").append(f"  {one_line(reason)}", "dim")
         yield from _block(MARKS[outcome].glyph, [fact], width)
@@ -257,12 +258,19 @@ def _power_fact(power: Power) -> Text:
     return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
 
 
-def _smoke_fact(record: Record) -> Text:
+def _smoke_facts(record: Record) -> Iterable[Text]:
     mark = MARKS[record.outcome]
-    parts = [f"{case_id(record)} {record.dtype}", record.message]
-    if record.error_ratio is not None:
-        parts.insert(1, f"error ratio {figure(record.error_ratio)} of {figure(record.bound)}")
-    return Text.assemble((f"{mark.glyph} ", mark.style), one_line(" · ".join(filter(None, parts))))
+    ratio = f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}" if record.error_ratio is not None else ""
+    yield Text.assemble((mark.glyph, mark.style), f" {one_line(case_id(record))} {one_line(record.dtype)}{ratio}")
+    if record.message:
+        yield Text(f"  {one_line(record.message)}", "dim")
+
+
+def _dotted(parts: Iterable[Text]) -> Text:
+    text = Text()
+    for index, part in enumerate(parts):
+        text.append(" · " * (index > 0), "dim").append_text(part)
+    return text
 
 
 def _fit(text: Text, console: Console) -> Text:

@@ -87,7 +87,7 @@ def record(
     elif outcome is Outcome.ERROR:
         values |= {
             "message": "ValueError: [broadcast_shapes] Shapes (1,4,12,12) and (1,4,12,16) cannot be broadcast.",
-            "detail": 'Traceback (most recent call last):\n  File "engine/layers/attention.py", line 88\nValueError: bad shapes',
+            "detail": 'Traceback (most recent call last):\n  File "engine/engine.py", line 88\nValueError: bad shapes',
         }
     elif outcome is Outcome.TIMEOUT:
         values |= {"message": "no result after 60 s; the worker was replaced"}
