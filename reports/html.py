@@ -23,7 +23,7 @@ from harness.outcomes import Outcome
 from harness.records import Record
 from reports import text
 from reports.plot import error_plot
-from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, dtype_order, environment, is_smoke
+from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
 __all__ = ["render"]
 
@@ -146,6 +146,7 @@ def _template() -> Template:
     environment.globals.update(
         plural=text.plural,
         case_id=case_id,
+        power_of=power_of,
         Outcome=Outcome,
         script=Markup(script),
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),

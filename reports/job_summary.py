@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["append", "claim"]
 
-_OWNER = "DECODEGATE_OUTERMOST_RUN"
+_OWNER = "_DECODEGATE_OUTERMOST_RUN"  # not among the variables that change numerics, which a header lists
 _FILE = "GITHUB_STEP_SUMMARY"
 _LIMIT = 2**20  # a summary beyond 1 MiB is rejected as a whole
 

@@ -24,7 +24,7 @@ _REASON_WIDTH = 300
 def render(report: Summary) -> str:
     """The Markdown text; ends in a newline."""
     out = [f"## {MARKS[report.outcome].glyph} decodegate: {markdown(report.verdict)}", ""]
-    out += _environment(report)
+    out += [f"{'<br>' * (index > 0)}{line}" for index, line in enumerate(_environment(report))]
     for section in (_failures, _reasons, _matrix, _figures, _power, _smoke):
         if part := list(section(report)):
             out += ["", *part]
@@ -41,7 +41,7 @@ def _environment(report: Summary) -> Iterable[str]:
         for note in run.header.notes:
             yield f"**Note:** {markdown(note)}"
     tally = " · ".join(f"{MARKS[outcome].glyph} {count} {outcome}" for outcome, count in report.counts.items())
-    yield f"<br>{tally} · {duration(report.duration_s)} in cells" if tally else ""
+    yield " · ".join(filter(None, [tally, f"{duration(report.duration_s)} in cells"]))
 
 
 def _failures(report: Summary) -> Iterable[str]:

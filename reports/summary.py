@@ -31,6 +31,7 @@ __all__ = [
     "dtype_order",
     "environment",
     "is_smoke",
+    "power_of",
 ]
 
 POWER_WANTED = 20.0  # a fault has to move the error by this many times the bound (design: Cases, Power)
@@ -73,6 +74,12 @@ def dtype_order(dtype: str) -> tuple[int, str]:
 def is_smoke(record: Record) -> bool:
     """A run of a real checkpoint, with texts and speeds in `extra`, as against a cell with numbers only."""
     return record.check.startswith("smoke") or record.family == "smoke"
+
+
+def power_of(record: Record) -> list[tuple[float, str]]:
+    """(times the bound, fault), weakest first; a figure that is no number proves nothing and counts as 0."""
+    figures = ((value, fault) for fault, value in record.power.items())
+    return sorted((0.0 if value is None or math.isnan(value) else value, fault) for value, fault in figures)
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class Power:
 
     @property
     def weak(self) -> bool:
-        return not self.times >= POWER_WANTED
+        return self.times < POWER_WANTED
 
 
 @dataclass(frozen=True)
@@ -286,13 +293,13 @@ class Summary:
         """The weakest fault of each check, weakest check first."""
         groups: dict[str, list[tuple[float, str, Record]]] = defaultdict(list)
         for record in self.records:
-            for fault, value in record.power.items():
+            for value, fault in power_of(record):
                 groups[record.check].append((value, fault, record))
         found = []
         for check, entries in groups.items():
-            value, fault, record = min(entries, key=lambda entry: (-math.inf if math.isnan(entry[0]) else entry[0], entry[1]))
+            value, fault, record = min(entries, key=lambda entry: (entry[0], entry[1]))
             found.append(Power(check, fault, value, record, len({name for _, name, _ in entries})))
-        return sorted(found, key=lambda power: (-math.inf if math.isnan(power.times) else power.times, power.check))
+        return sorted(found, key=lambda power: (power.times, power.check))
 
     @property
     def without_power(self) -> list[str]:

@@ -106,9 +106,9 @@ def record(
         }
     else:
         values |= {"power": {}, "verdicts": {}, "rows": 0, "bound": None, "noise_max": None, "noise_rmse": None, "margin": None}
-    return Record(
-        cell, target, build, family, case, check, dtype, "dense", values.pop("schedule"), outcome, **(values | changes)
-    )
+    values |= changes
+    schedule = values.pop("schedule")
+    return Record(cell, target, build, family, case, check, dtype, "dense", schedule, outcome, **values)
 
 
 def smoke(outcome: Outcome = Outcome.PASS) -> Record:
