@@ -25,7 +25,7 @@ from reports import text
 from reports.plot import error_plot
 from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
-__all__ = ["render"]
+__all__ = ["render", "template"]
 
 _PLOT_POINTS = 24_000  # for the whole page: about 300 kB of path data however many cells there are
 
@@ -93,7 +93,7 @@ def render(report: Summary) -> str:
             lines.append(line)
         return lines
 
-    page = _template().render(
+    page = template("gate.html.j2").render(
         report=report,
         cell_of=lambda record: cells[id(record)],
         grid=grid,
@@ -137,7 +137,8 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A page of reports/templates; text that goes into it is escaped."""
     environment = Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -152,4 +153,4 @@ def _template() -> Template:
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
         style=Markup(_asset("gate.css")),
     )
-    return environment.get_template("gate.html.j2")
+    return environment.get_template(name)

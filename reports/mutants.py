@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +15,12 @@ from rich.text import Text
 
 from harness.mutants.results import Fate, Result
 from harness.outcomes import Outcome
-from harness.records import Header
+from harness.records import Header, plain
+from reports.evidence import in_words
 from reports.summary import MARKS, environment
-from reports.text import code_span, figure, markdown, one_line, plural, shorten, times
+from reports.text import code_span, markdown, one_line, plural, shorten, times
 
-__all__ = ["as_json", "outcome_text", "print_table", "render", "verdict"]
+__all__ = ["as_json", "print_table", "render", "verdict"]
 
 _WIDTH = 140  # of a message in a table
 _STYLES = {Fate.CAUGHT: "green", Fate.MISSED: "bold red", Fate.WRONG_CHECK: "bold red", Fate.TIMEOUT: "yellow"}
@@ -33,7 +33,9 @@ def verdict(results: Sequence[Result]) -> str:
     benign = [result for result in results if result.benign]
     parts = []
     if faults:
-        parts.append(f"{sum(r.fate is Fate.CAUGHT for r in faults)} of {plural(len(faults), 'mutant')} caught by the named check")
+        parts.append(
+            f"{sum(r.fate is Fate.CAUGHT for r in faults)} of {plural(len(faults), 'mutant')} caught by the named check"
+        )
         measured = [r for r in faults if r.fate is Fate.CAUGHT and r.headroom is not None]
         if measured:
             least = min(measured, key=lambda r: (r.headroom, r.id))
@@ -44,25 +46,6 @@ def verdict(results: Sequence[Result]) -> str:
     if bad:
         parts.append(f"not as it should be: {', '.join(sorted(r.id for r in bad))}")
     return "; ".join(parts) if parts else "no mutant was selected"
-
-
-def outcome_text(side: dict[str, Any]) -> str:
-    """What a cell came to, as a reviewer wants to read it: numbers, or the last line of its error."""
-    if not side:
-        return "–"
-    outcome = side["outcome"]
-    if outcome in (Outcome.PASS.value, Outcome.FAIL.value):
-        ratio = side["error_ratio"]
-        return f"{outcome}: max abs difference {_figure(side['max_abs'])}, error ratio {_figure(ratio)} (≤ {_figure(side['bound'])})"
-    said = side["message"]
-    last = side["last_line"]
-    if last and last not in said and outcome == Outcome.CRASH.value:
-        said = f"{said}: {last}"
-    return f"{outcome}: {said}"
-
-
-def _figure(value: float | str | None) -> str:
-    return value if isinstance(value, str) else figure(value)
 
 
 def render(header: Header, results: Sequence[Result]) -> str:
@@ -106,14 +89,14 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
     for result in _ordered(results):
         test = code_span(result.check) if result.check else "every check"
         case = result.cell.split("::")[1] if result.cell.count("::") == 2 else ""
-        broken = outcome_text(result.broken) if result.broken else f"{result.fate}: {result.message}"
+        broken = in_words(result.broken) if result.broken else f"{result.fate}: {result.message}"
         cells = [
             result.kind,
             f"{code_span(result.id)}<br>{markdown(result.why)}",
             markdown(result.report),
             f"{test}<br>{markdown(case)}",
             markdown(shorten(one_line(broken), _WIDTH)),
-            markdown(shorten(one_line(outcome_text(result.whole)), _WIDTH)),
+            markdown(shorten(one_line(in_words(result.whole) if result.whole else "–"), _WIDTH)),
             _headroom(result),
         ]
         yield f"| {' | '.join(cells)} |"
@@ -151,9 +134,9 @@ def _ordered(results: Iterable[Result]) -> list[Result]:
 
 def as_json(header: Header, results: Sequence[Result]) -> str:
     """Everything, for machines; `good` and `weak` as the exit code counts them."""
-    found = [{**asdict(r), "fate": r.fate.value, "good": r.good, "weak": r.weak} for r in _ordered(results)]
+    found = [{**asdict(r), "good": r.good, "weak": r.weak} for r in _ordered(results)]
     report = {"verdict": verdict(results), "good": all(r.good for r in results), "header": asdict(header), "mutants": found}
-    return json.dumps(report, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    return json.dumps(plain(report), ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
 def print_table(console: Console, results: Sequence[Result]) -> None:

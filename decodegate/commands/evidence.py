@@ -31,12 +31,18 @@ def command(
     checks: Annotated[Names, typer.Option("--check", metavar="NAME", help="Only this check (repeatable).")] = None,
     dtypes: Annotated[Names, typer.Option("--dtype", metavar="NAME", help="Only this dtype (repeatable).")] = None,
     layouts: Annotated[Names, typer.Option("--layout", metavar="NAME", help="Only this layout (repeatable).")] = None,
-    checkpoints: Annotated[list[Path] | None, typer.Option("--checkpoint", help="Checkpoint as a further case (repeatable).")] = None,
+    checkpoints: Annotated[
+        list[Path] | None, typer.Option("--checkpoint", help="Checkpoint as a further case (repeatable).")
+    ] = None,
     target: Annotated[str, typer.Option(help="The target whose package the builds hold: a name or module:Class.")] = "engine",
-    repo: Annotated[Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")] = None,
+    repo: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cell may take.")] = 60.0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for evidence.jsonl, .md, .html and .json.")] = Path("evidence-out"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for evidence.jsonl, .md, .html and .json.")] = Path(
+        "evidence-out"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of Markdown.")] = False,
 ) -> None:
     """Run today's checks on two builds of the engine and print the before/after table as Markdown, ready to paste.
@@ -66,7 +72,10 @@ def command(
         print(f"decodegate evidence: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.USAGE) from None
     if not cells:
-        print("decodegate evidence: no cell is selected; `decodegate list cases` and `list checks` show what there is", file=sys.stderr)
+        print(
+            "decodegate evidence: no cell is selected; `decodegate list cases` and `list checks` show what there is",
+            file=sys.stderr,
+        )
         raise typer.Exit(ExitCode.USAGE)
     try:
         with Builds(Source.find(getattr(adapter, "package", adapter.name), repo)) as builds:

@@ -19,15 +19,25 @@ def register(app: typer.Typer) -> None:
 
 def command(
     ids: Annotated[list[str] | None, typer.Option("--id", metavar="ID", help="Only this mutant (repeatable).")] = None,
-    kinds: Annotated[list[str] | None, typer.Option("--kind", metavar="F..", help="Only this kind of fault (repeatable).")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Option("--kind", metavar="F..", help="Only this kind of fault (repeatable).")
+    ] = None,
     in_diff: Annotated[str | None, typer.Option(metavar="REV", help="Only mutants of files that differ from REV.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Mutants at a time. Default: the number of cores.")] = None,
-    all_checks: Annotated[bool, typer.Option("--all-checks", help="Run every check on every mutant, not only the named one.")] = False,
+    all_checks: Annotated[
+        bool, typer.Option("--all-checks", help="Run every check on every mutant, not only the named one.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     target: Annotated[str, typer.Option(help="The target whose package is changed: a name or module:Class.")] = "engine",
-    repo: Annotated[Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")] = None,
-    catalogue: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of .toml files with mutants of your own.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Results and reports; finished mutants are kept.")] = Path("mutants-out"),
+    repo: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")
+    ] = None,
+    catalogue: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of .toml files with mutants of your own.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Results and reports; finished mutants are kept.")] = Path(
+        "mutants-out"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Plant the catalogue's faults and report which check catches each, and with how much headroom.
@@ -71,7 +81,9 @@ def command(
     raise typer.Exit(code)
 
 
-def _run(builds, mutants, chosen, out: Path, as_json: bool, *, jobs: int | None, seed: int, target: str, all_checks: bool) -> ExitCode:
+def _run(
+    builds, mutants, chosen, out: Path, as_json: bool, *, jobs: int | None, seed: int, target: str, all_checks: bool
+) -> ExitCode:
     import os
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -12,9 +12,9 @@ from typing import Any
 
 from harness.mutants.catalogue import HEADROOM
 from harness.outcomes import ExitCode
-from harness.records import Header, Record, RecordError
+from harness.records import Header, Record, RecordError, last_words, plain
 
-__all__ = ["Fate", "Result", "Store", "exit_code", "figures", "last_line", "load"]
+__all__ = ["Fate", "Result", "Store", "exit_code", "figures", "load"]
 
 MAX_FILE_BYTES = 64 << 20
 MAX_RESULTS = 10_000
@@ -83,21 +83,9 @@ def exit_code(results: list[Result]) -> ExitCode:
 
 
 def figures(record: Record) -> dict[str, Any]:
-    """What a table shows of a record."""
-    return {
-        "outcome": record.outcome.value,
-        "message": record.message,
-        "last_line": last_line(record.detail),
-        "max_abs": record.max_abs,
-        "error_ratio": record.error_ratio,
-        "bound": record.bound,
-    }
-
-
-def last_line(detail: str) -> str:
-    """The last line of a traceback or of standard error that says something."""
-    lines = [line.strip() for line in detail.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    """The fields of a record that a table shows; of its detail the last words only."""
+    names = ("outcome", "message", "max_abs", "error_ratio", "bound", "first_bad_position")
+    return {name: getattr(record, name) for name in names} | {"detail": last_words(record.detail)}
 
 
 class Store:
@@ -142,18 +130,7 @@ def _kinds(lines: list[bytes]) -> list[tuple[type, bytes]]:
 
 
 def _line(value: dict[str, Any]) -> str:
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinities and no NaN: they become texts, which tables show as they are."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def _parse(kind: type, line: bytes, where: str) -> Any:

@@ -142,7 +142,9 @@ def test_an_interrupt_removes_worktrees_too(repository: Path, tmp_path: Path) ->
         "with Builds(Source.find('engine', Path(sys.argv[1]))) as builds:\n"
         "    made = builds.revision('HEAD'); print(made.directory, flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(repository)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(repository)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     directory = Path(process.stdout.readline().strip())
     assert directory.is_dir()

@@ -19,7 +19,9 @@ REWIND = "rewind_and_go_on_matches_recompute"
 INCREMENTAL = "incremental_logits_match_full_forward"
 
 
-def mutant(id: str, anchor: str, replacement: str, check: str = REWIND, scope: str = "Sequence.rewind", **fields: object) -> str:
+def mutant(
+    id: str, anchor: str, replacement: str, check: str = REWIND, scope: str = "Sequence.rewind", **fields: object
+) -> str:
     table = {
         "id": id,
         "kind": "F05",
@@ -93,7 +95,7 @@ def test_each_fate_is_told_from_the_others(repository: Path, tmp_path: Path) -> 
     assert "+        kept = (len(self.tokens) - count + 1)" in found["one_too_few"]["diff"]
     assert "AttributeError" in found["raises"]["broken"]["message"]
     assert found["aborts"]["broken"]["outcome"] == "crash"
-    assert found["aborts"]["broken"]["last_line"] == "offset == 3"
+    assert found["aborts"]["broken"]["detail"] == "offset == 3"
     assert "nowhere_to_be_found" in found["does_not_import"]["message"]
     assert "matches 5 times" in found["matches_twice"]["message"]
 
@@ -104,4 +106,3 @@ def test_a_red_baseline_ends_with_4_before_any_mutant(repository: Path, tmp_path
     assert ran.exit_code == ExitCode.BASELINE_RED
     assert REWIND in ran.stderr
     assert not (tmp_path / "out" / "mutants.md").exists()
-
