@@ -202,9 +202,7 @@ class Engine:
         self.counters["decode_rows"] += len(states)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _forward(
-        self, tokens: mx.array, states: list[_Sequence], lengths: list[int], rows: Sequence[int] | None
-    ) -> mx.array:
+    def _forward(self, tokens: mx.array, states: list[_Sequence], lengths: list[int], rows: Sequence[int] | None) -> mx.array:
         spans, start = [], 0
         for state, length in zip(states, lengths, strict=True):
             spans.append(Span(start, length, state.length, state.slots))
