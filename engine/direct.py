@@ -51,7 +51,7 @@ class _Stream:
         self.logits = self._engine.step_async(self._sequence, token)
         try:
             self._choose()
-            return int(token.item()), row
+            return int(token.tolist()[0]), row
         except BaseException:  # an interrupt too: nobody learns of the token, so the sequence must not hold it
             self._engine.rewind(self._sequence, 1)
             raise

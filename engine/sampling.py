@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,6 +19,19 @@ __all__ = ["GREEDY", "Sampler", "Sampling", "candidates", "penalised"]
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _check(name: str, value: float, least: float, most: float, *, open_below: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value <= most or (open_below and value == least):
+        raise ValueError(
+            f"{name} must be a number {'above' if open_below else 'from'} {least:g} to {most:g} (got {value!r:.80})"
+        )
+
+
+def _check_integer(name: str, value: int, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} must be an integer from {least} to {most} (got {value!r:.80})")
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,7 @@ class Sampler:
         """What has to be evaluated together with the choice, so that no lazy graph grows."""
         return [self._seen]
 
-    def _recent(self, tokens):  # type: ignore[no-untyped-def]  # a list or an array
+    def _recent(self, tokens: Any) -> Any:  # a list or an array
         n = self.sampling.repeat_last_n
         return tokens if n < 0 else tokens[max(0, len(tokens) - n) :]
 
@@ -122,16 +136,3 @@ def _splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
     return x ^ (x >> 31)
-
-
-def _check(name: str, value: float, least: float, most: float, *, open_below: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value <= most or (open_below and value == least):
-        raise ValueError(
-            f"{name} must be a number {'above' if open_below else 'from'} {least:g} to {most:g} (got {value!r:.80})"
-        )
-
-
-def _check_integer(name: str, value: int, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} must be an integer from {least} to {most} (got {value!r:.80})")

@@ -186,5 +186,5 @@ class Model:
         for layer in self.layers:
             x = layer(x, cos, sin, spans)
         if rows is not None:
-            x = x[mx.array(rows, dtype=mx.int32)]
+            x = x[mx.array(list(rows), dtype=mx.int32)]
         return self.norm(x) @ self.lm_head.T
