@@ -4,38 +4,187 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import cells
+import torch
+
 from harness.cases.build import build
-from harness.cells import Cell
-from harness.check import Check
+from harness.cells import Cell, Subject, refusal
 from harness.isolation import Isolation
-from harness.judging import judge
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
 from harness.records import Record
 from harness.replay import Replay
+from harness.schedule import Schedule
 from harness.target import Target
 from harness.targets import resolve
 from harness.tokens import TokenStream, special_ids
-from harness.worker import Build, Describe, Job, Ran, one_line
+from harness.verdict import judge
+from harness.worker import Job, Ran, one_line
 
-__all__ = ["POWER", "Execution", "Settings"]
+__all__ = ["POWER", "Execution"]
 
 POWER = 20.0  # a runtime fault must move a check's error by this many times the bound, else the check proves nothing
-POWER_DTYPE = "float32"  # the dtype in which power is measured: what a fault moves there, it moves in all
-KEPT_ORACLES = 16  # an oracle holds the recomputes of one checkpoint; tiny ones are all kept, see Execution.oracle
-DESCRIBE_S = 60.0
+POWER_DTYPE = "float32"  # what a fault moves in float32 it moves in all dtypes, and there the noise floor hides least
+KEPT_ORACLES = 32  # an oracle keeps the recomputes of one checkpoint
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass
+class _Pending:
+    """A cell on its way: what the worker was asked, or the outcome that needs no worker."""
+
+    cell: Cell
+    schedules: Sequence[Schedule] = ()
+    nonce: str = ""
+    faults: tuple[str, ...] = ()
+    known: Ran | None = None
+
+
+@dataclass
+class Execution:
+    """Owns the isolation and what the oracle needs. `submit` is cheap and may run ahead; `record` waits and never raises for a
+    cell, whatever target, reference or check do.
+    """
+
+    isolation: Isolation
     seed: int = 0
-    build: Build = field(default_factory=Build)
-    timeout_s: float = 60.0
-    threads: int = 1
-    memory_bytes: int = 0
-    fresh_process: bool = False
+    _scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="decodegate-cases-")))
+    _pending: dict[str, _Pending] = field(default_factory=dict)
+    _targets: dict[str, Target] = field(default_factory=dict)
+    _oracles: dict[Path, Oracle] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(self.isolation.threads)
+
+    def close(self) -> None:
+        self.isolation.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def submit(self, cell: Cell) -> None:
+        if cell.id not in self._pending:
+            self._pending[cell.id] = pending = _Pending(cell)
+            try:
+                self._prepare(pending)
+            except Infra as error:
+                pending.known = Ran(outcome=Outcome.INFRA, message=one_line(error))
+            except Exception as error:
+                pending.known = _broken("the cell could not be prepared", error)
+
+    def record(self, cell: Cell) -> Record:
+        self.submit(cell)
+        pending = self._pending.pop(cell.id)
+        ran = pending.known or self.isolation.result(pending.nonce)
+        record = Record(
+            cell=cell.id,
+            target=cell.target,
+            build=self.isolation.build.name,
+            family=cell.subject.case.family,
+            case=cell.subject.case.id,
+            check=cell.check.name,
+            dtype=cell.dtype,
+            layout=cell.layout,
+            schedule=[str(schedule) for schedule in pending.schedules],
+            outcome=ran.outcome or Outcome.PASS,
+            message=ran.message,
+            detail=ran.detail,
+            duration_s=ran.duration_s,
+            seed=self.seed,
+            replay=cell.replay_command(self.seed),
+        )
+        if ran.outcome is None:
+            try:
+                self._judge(pending, ran, record)
+            except Exception as error:
+                broken = _broken("the cell could not be judged", error)
+                record.outcome, record.message, record.detail = Outcome.ERROR, broken.message, broken.detail
+        return record
+
+    def checkpoint(self, subject: Subject) -> Path:
+        """The checkpoint of a subject; a tiny case's is built from the seed."""
+        return subject.checkpoint or build(subject.case, self.seed, self._scratch)
+
+    def oracle(self, subject: Subject) -> Oracle:
+        checkpoint = self.checkpoint(subject)
+        if checkpoint not in self._oracles:
+            if subject.checkpoint is not None:
+                self._oracles.clear()  # rows of a real vocabulary are large
+            while len(self._oracles) >= KEPT_ORACLES:
+                del self._oracles[next(iter(self._oracles))]
+            self._oracles[checkpoint] = Oracle(checkpoint)
+        return self._oracles[checkpoint]
+
+    def _prepare(self, pending: _Pending) -> None:
+        cell = pending.cell
+        target = self._target(cell.target_spec)
+        target.require()
+        refused = refusal(cell, target)
+        if refused is not None:
+            pending.known = Ran(outcome=refused[0], message=refused[1])
+            return
+        case = cell.subject.case
+        pending.schedules = cell.check.schedules(case)
+        # Power is a property of check and case; on a real checkpoint it would cost its faults' replays and say nothing new.
+        if cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
+            pending.faults = cell.check.faults if getattr(target, "faults", None) else ()
+        job = Job(
+            cell=cell.id,
+            target=cell.target_spec,
+            checkpoint=self.checkpoint(cell.subject),
+            dtype=cell.dtype,
+            layout=cell.layout,
+            schedules=tuple(str(schedule) for schedule in pending.schedules),
+            stream=TokenStream(self.seed, case.config["vocab_size"], special_ids(case.config)),
+            faults=pending.faults,
+        )
+        pending.nonce = self.isolation.submit(job)
+
+    def _target(self, spec: str) -> Target:
+        if spec not in self._targets:
+            self._targets[spec] = resolve(spec)
+        return self._targets[spec]
+
+    def _judge(self, pending: _Pending, ran: Ran, record: Record) -> None:
+        cell = pending.cell
+        oracle = self.oracle(cell.subject)
+        verdict = judge(ran.replays, oracle, cell.dtype, repeats=cell.check.repeats)
+        for name in _FROM_VERDICT:
+            setattr(record, name, getattr(verdict, name))
+        record.counters = _counters(ran.replays)
+        weak = []
+        for fault, replays in ran.faults.items():
+            if isinstance(replays, str):
+                weak.append(f"fault {fault} gives no figure: {replays}")
+                continue
+            broken = judge(replays, oracle, cell.dtype, repeats=False)
+            power = record.power[fault] = broken.error_ratio / broken.bound
+            if not power >= POWER:
+                weak.append(f"fault {fault} moves the error to {power:.3g} times the bound only (needs {POWER:g})")
+        if record.outcome is Outcome.PASS:
+            idle = [
+                f"counter {name} is {record.counters.get(name, 'missing')}, needs {least}"
+                for name, least in cell.check.counters.items()
+                if record.counters.get(name, 0) < least
+            ]
+            if idle or weak:
+                record.outcome, record.message = Outcome.VACUOUS, "; ".join(idle + weak)
+
+
+_FROM_VERDICT = (
+    "outcome", "message", "error_ratio", "bound", "max_abs", "rmse", "noise_max", "noise_rmse", "rows", "verdicts",
+    "first_bad_position", "first_bad_schedule", "first_bad_token", "margin", "series",
+)  # fmt: skip
+
+
+def _counters(replays: Sequence[Replay]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for replay in replays:
+        total.update(replay.counters)
+    return dict(total)
+
+
+def _broken(what: str, error: Exception) -> Ran:
+    return Ran(outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=traceback.format_exc())

@@ -50,7 +50,7 @@ class Isolation:
     ) -> None:
         self.build = build
         self.timeout_s = timeout_s
-        self._threads = threads
+        self.threads = threads
         self._memory_bytes = memory_bytes
         self._fresh_process = fresh_process
         self._scratch = Path(tempfile.mkdtemp(prefix="decodegate-cells-"))
@@ -76,7 +76,7 @@ class Isolation:
         if self._worker is None:
             self._logs += 1
             log = self._scratch / f"worker-{self._logs}.log"
-            self._worker = _Worker(Setup(self.build, self._threads, self._memory_bytes, log))
+            self._worker = _Worker(Setup(self.build, self.threads, self._memory_bytes, log))
 
     def submit(self, job: Job | Describe) -> str:
         """Queue a job; the text returned names it to `result`. The job's `log` and `nonce` are set here."""

@@ -27,7 +27,7 @@ from harness.replay import Replay, replay
 from harness.schedule import Schedule
 from harness.target import Loaded, Target
 from harness.targets import resolve
-from harness.tokens import Stream
+from harness.tokens import TokenStream
 
 __all__ = ["MEMORY_EXIT", "Build", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
 
@@ -65,10 +65,10 @@ class Job:
     dtype: str
     layout: str
     schedules: tuple[str, ...]
-    stream: Stream
+    stream: TokenStream
     faults: tuple[str, ...]
-    log: Path
-    nonce: str
+    log: Path = Path()  # this and `nonce` are set when the job is submitted
+    nonce: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Describe:
 
     cell: str
     target: str
-    log: Path
-    nonce: str
+    log: Path = Path()
+    nonce: str = ""
 
 
 @dataclass(frozen=True)
