@@ -46,6 +46,7 @@ def command(
     """
     import json
     import tempfile
+    from dataclasses import asdict
 
     from rich.console import Console
 
@@ -53,9 +54,9 @@ def command(
     from harness.bench.process import Peer
     from harness.bench.run import measure
     from harness.checkpoints import resolve
-    from harness.environment import describe
     from harness.export import export
     from harness.lock import hold
+    from harness.provenance import header
     from reports.bench import table
 
     chosen = [Peer("engine", dtype, sys.executable, Path(__file__).parents[2])]
@@ -69,7 +70,7 @@ def command(
             result = measure(
                 chosen, directories, tokens, decode=decode, rounds=rounds, allow_busy=busy_ok, say=lambda text: status.update(text)
             )
-    result |= {"checkpoint": checkpoint, "lock_wait_s": round(waited, 3), "machine": describe()}
+    result |= {"checkpoint": checkpoint, "lock_wait_s": round(waited, 3), "header": asdict(header("bench", 0, 0, {}))}
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result) if as_json else table(result), end="\n" if as_json else "")
