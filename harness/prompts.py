@@ -5,35 +5,23 @@ Tokenizer and template are the engine's; every target is fed the same ids, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.replay import Plan
+from harness.schedule import Schedule
 from harness.text import ENGLISH, QUESTION
 from harness.tokens import TokenStream, special_ids
 
 if TYPE_CHECKING:
     from engine.prompt.tokenizer import Tokenizer
 
-__all__ = ["CHAT", "TEXT", "FixedStream", "Prompts", "Source"]
+__all__ = ["CHAT", "TEXT", "Prompts", "Source"]
 
 CHAT, TEXT = "chat", "text"  # names of the sequences
-
-
-@dataclass(frozen=True)
-class FixedStream:
-    """A token stream (harness.tokens) that reads out given tokens; it has one branch and an end."""
-
-    sequences: Mapping[str, tuple[int, ...]]
-
-    def tokens(self, sequence: str, branch: int, positions: Iterable[int]) -> list[int]:
-        """Raises IndexError beyond the end, and ValueError after a rewind, for which there is no text."""
-        if branch:
-            raise ValueError(f"a fixed text has no branch {branch}")
-        given = self.sequences[sequence]
-        return [given[position] for position in positions]
 
 
 @dataclass(frozen=True)
@@ -44,8 +32,9 @@ class Prompts:
     text: tuple[int, ...]
     notes: tuple[str, ...]
 
-    def stream(self) -> FixedStream:
-        return FixedStream({CHAT: self.chat, TEXT: self.text})
+    def plan(self, schedule: Schedule, vocab: int) -> Plan:
+        """The plan that feeds these prompts."""
+        return Plan(schedule, 0, vocab, fixed={CHAT: self.chat, TEXT: self.text})
 
 
 class Source:
@@ -76,7 +65,8 @@ class Source:
 
     @property
     def vocab(self) -> int:
-        value = self._metadata.get("vocab_size")
+        """Rows of the embedding."""
+        value = self._metadata.get(f"{self._metadata.get('general.architecture')}.vocab_size" if self.is_gguf else "vocab_size")
         if isinstance(value, int) and value > 0:
             return value
         return self.tokenizer.size if self.tokenizer is not None else 0

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 from engine.errors import EngineError
 from harness import lock
@@ -27,6 +26,7 @@ from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
 from harness.prompts import CHAT, TEXT, Prompts, Source
 from harness.records import Record
+from harness.replay import Plan
 from harness.schedule import Feed, Greedy, Schedule, Step
 from harness.targets import resolve as resolve_target
 from harness.text import QUESTION
@@ -40,7 +40,6 @@ ANSWER = 96  # tokens of the answer
 TOKENS = 257  # of text: one beyond the first allocation step of the KV cache
 CHUNKS = (1, 70, 3, 128)  # over and over until the text is fed
 ENGINE_CHUNK = 48  # into which the target itself cuts the whole text
-DESCRIBE_S = 120.0
 
 ANSWERS = "smoke_greedy_answer_follows_reference"
 INCREMENTAL = "smoke_incremental_logits_match_reference"
@@ -126,6 +125,10 @@ class _Plan:
             return (Schedule((Feed(1, TEXT), Step(text - 1, (TEXT,)))),)
         return (answer, answer) if name == REPEATED else (answer,)
 
+    def plans(self, name: str) -> tuple[Plan, ...]:
+        assert self.prompts is not None and self.source is not None
+        return tuple(self.prompts.plan(schedule, self.source.vocab) for schedule in self.schedules(name))
+
     def cell(self, name: str) -> Cell:
         smoke = self.smoke
         label = smoke.source if "/" not in smoke.source else Path(smoke.source).stem or "checkpoint"
@@ -179,8 +182,7 @@ def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
                 checkpoint=plan.checkpoint,
                 dtype=smoke.dtype,
                 layout=cell.layout,
-                schedules=tuple(map(str, plan.schedules(name))),
-                stream=plan.prompts.stream(),
+                plans=plan.plans(name),
                 faults=(),
             )
             ran[name] = isolation.result(isolation.submit(job))
@@ -253,9 +255,9 @@ def _judge(plan: _Plan, ran: Ran, record: Record, oracle: _Oracle) -> None:
         facts.append(f"nothing was compared: {oracle.missing}")
         record.outcome, record.message = Outcome.VACUOUS, "; ".join(filter(None, facts))
         return
-    verdict = judge(ran.replays, reference, record.dtype, repeats=False)
-    for name in _FROM_VERDICT:
-        setattr(record, name, getattr(verdict, name))
+    verdict = judge(ran.replays, plan.plans(record.check), reference, record.dtype)
+    for name, value in verdict.fields().items():
+        setattr(record, name, value)
     found = divergence(ran.replays, reference)
     record.extra["divergence"] = asdict(found)
     facts.append(f"KL mean {found.kl_mean:.2g}, p99 {found.kl_p99:.2g}, max {found.kl_max:.2g}")
@@ -277,8 +279,3 @@ def _answer(plan: _Plan, ran: Ran, record: Record) -> str:
     peak = ran.memory["peak"] / 2**20
     return f"prefill {speed['prefill_tok_s']:.0f} tok/s, decode {speed['decode_tok_s']:.0f} tok/s, peak {peak:.0f} MiB"
 
-
-_FROM_VERDICT = (
-    "outcome", "message", "error_ratio", "bound", "max_abs", "rmse", "noise_max", "noise_rmse", "rows", "verdicts",
-    "first_bad_position", "first_bad_schedule", "first_bad_token", "margin", "series",
-)  # fmt: skip

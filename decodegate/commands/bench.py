@@ -50,19 +50,19 @@ def command(
 
     from rich.console import Console
 
-    from harness.bench.inputs import prompt_tokens
     from harness.bench.process import Peer
     from harness.bench.run import measure
     from harness.checkpoints import resolve
     from harness.export import export
     from harness.lock import hold
+    from harness.prompts import Source
     from harness.provenance import header
     from reports.bench import table
 
     chosen = [Peer("engine", dtype, sys.executable, Path(__file__).parents[2])]
     chosen += [_peer(word, peer_python or sys.executable) for word in peers.split(",") if word.strip()]
     source = resolve(checkpoint)
-    tokens = prompt_tokens(source, prompt)
+    tokens = Source(source).prompts(prompt).text
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory, console.status("exporting the weights") as status:
         directories = export(source, Path(directory), dict.fromkeys(peer.dtype for peer in chosen))
