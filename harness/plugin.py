@@ -228,7 +228,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     return list[pytest.Collector](nodes)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # after plugins that shuffle tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop what is not selected, and bring the cells into an order in which a worker keeps its model."""
     gate = gate_of(config)

@@ -23,11 +23,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from harness.outcomes import Infra, Outcome, Unsupported
-from harness.replay import Replay, replay
-from harness.schedule import Schedule
+from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
 from harness.targets import resolve
-from harness.tokens import TokenStream
 
 __all__ = ["MEMORY_EXIT", "Build", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
 
@@ -64,8 +62,7 @@ class Job:
     checkpoint: Path
     dtype: str
     layout: str
-    schedules: tuple[str, ...]
-    stream: TokenStream
+    plans: tuple[Plan, ...]
     faults: tuple[str, ...]
     log: Path = Path()  # this and `nonce` are set when the job is submitted
     nonce: str = ""
@@ -155,7 +152,7 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
 
 
 def _replay_all(loaded: Loaded, job: Job) -> list[Replay]:
-    return [replay(loaded.start(), Schedule.parse(text), job.stream) for text in job.schedules]
+    return [replay(loaded.start(), plan) for plan in job.plans]
 
 
 def _under_fault(target: Target, name: str, loaded: Loaded, job: Job) -> list[Replay] | str:
