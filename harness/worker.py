@@ -148,7 +148,9 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
         return Ran(proof(request.nonce, []), Outcome.INFRA, one_line(error))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         models.forget()  # the model may be what broke
-        return Ran(proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc())
+        return Ran(
+            proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc()
+        )
 
 
 def _replay_all(loaded: Loaded, job: Job) -> list[Replay]:
@@ -199,7 +201,9 @@ class _Models:
             return
         found = Path(str(importlib.import_module(package).__file__)).resolve()
         if not found.is_relative_to(self._build.directory.resolve()):
-            raise RuntimeError(f"build {self._build.name}: {package} was imported from {found}, not from {self._build.directory}")
+            raise RuntimeError(
+                f"build {self._build.name}: {package} was imported from {found}, not from {self._build.directory}"
+            )
 
 
 def bind_threads(threads: int) -> None:
@@ -267,4 +271,3 @@ class _Watch:
             if log is not None and log.stat().st_size > MAX_LOG_BYTES:
                 os.truncate(log, 0)
         os._exit(1)
-
