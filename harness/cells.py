@@ -163,7 +163,9 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise SelectionError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a model's config")
         config = json.loads(file.read_bytes())
     except OSError as error:
-        raise SelectionError(f"{file}: {error.strerror}; a checkpoint is a directory with config.json and safetensors") from None
+        raise SelectionError(
+            f"{file}: {error.strerror}; a checkpoint is a directory with config.json and safetensors"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise SelectionError(f"{file}: not JSON ({error})") from None
     if not isinstance(config, dict):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -18,15 +20,14 @@ from harness.isolation import Isolation
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
 from harness.records import Record
-from harness.replay import Replay
-from harness.schedule import Schedule
+from harness.replay import Plan, Replay
 from harness.target import Target
 from harness.targets import resolve
-from harness.tokens import TokenStream, special_ids
-from harness.verdict import judge
+from harness.tokens import special_ids
+from harness.verdict import Verdict, judge
 from harness.worker import Job, Ran, one_line
 
-__all__ = ["POWER", "Execution"]
+__all__ = ["POWER", "Checkpoints", "Execution"]
 
 POWER = 20.0  # a runtime fault must move a check's error by this many times the bound, else the check proves nothing
 POWER_DTYPE = "float32"  # what a fault moves in float32 it moves in all dtypes, and there the noise floor hides least
@@ -38,31 +39,63 @@ class _Pending:
     """A cell on its way: what the worker was asked, or the outcome that needs no worker."""
 
     cell: Cell
-    schedules: Sequence[Schedule] = ()
+    plans: tuple[Plan, ...] = ()
     nonce: str = ""
     faults: tuple[str, ...] = ()
     known: Ran | None = None
 
 
+class Checkpoints:
+    """Checkpoints of subjects and their oracles, which may serve several executions: recomputes do not depend on the build."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._scratch = Path(tempfile.mkdtemp(prefix="decodegate-cases-"))
+        self._oracles: dict[Path, Oracle] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def path(self, subject: Subject) -> Path:
+        """The checkpoint of a subject; a tiny case's is built from the seed."""
+        return subject.checkpoint or build(subject.case, self.seed, self._scratch)
+
+    def oracle(self, subject: Subject) -> Oracle:
+        checkpoint = self.path(subject)
+        with self._lock:
+            if checkpoint not in self._oracles:
+                if subject.checkpoint is not None:
+                    self._oracles.clear()  # rows of a real vocabulary are large
+                while len(self._oracles) >= KEPT_ORACLES:
+                    del self._oracles[next(iter(self._oracles))]
+                self._oracles[checkpoint] = Oracle(checkpoint)
+            return self._oracles[checkpoint]
+
+
 @dataclass
 class Execution:
-    """Owns the isolation and what the oracle needs. `submit` is cheap and may run ahead; `record` waits and never raises for a
-    cell, whatever target, reference or check do.
+    """Runs cells on one build, and owns its isolation. `submit` is cheap and may run ahead; `record` waits and never raises for
+    a cell, whatever target, reference or check do.
+
+    `checkpoints`: those of another execution, which then owns them. `power`: replay each check under its runtime faults too.
     """
 
     isolation: Isolation
     seed: int = 0
-    _scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="decodegate-cases-")))
+    checkpoints: Checkpoints | None = None
+    power: bool = True
     _pending: dict[str, _Pending] = field(default_factory=dict)
     _targets: dict[str, Target] = field(default_factory=dict)
-    _oracles: dict[Path, Oracle] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.set_num_threads(self.isolation.threads)
+        self._checkpoints = self.checkpoints or Checkpoints(self.seed)
 
     def close(self) -> None:
         self.isolation.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self.checkpoints is None:
+            self._checkpoints.close()
 
     def submit(self, cell: Cell) -> None:
         if cell.id not in self._pending:
@@ -87,7 +120,7 @@ class Execution:
             check=cell.check.name,
             dtype=cell.dtype,
             layout=cell.layout,
-            schedule=[str(schedule) for schedule in pending.schedules],
+            schedule=[str(plan.schedule) for plan in pending.plans],
             outcome=ran.outcome or Outcome.PASS,
             message=ran.message,
             detail=ran.detail,
@@ -103,20 +136,6 @@ class Execution:
                 record.outcome, record.message, record.detail = Outcome.ERROR, broken.message, broken.detail
         return record
 
-    def checkpoint(self, subject: Subject) -> Path:
-        """The checkpoint of a subject; a tiny case's is built from the seed."""
-        return subject.checkpoint or build(subject.case, self.seed, self._scratch)
-
-    def oracle(self, subject: Subject) -> Oracle:
-        checkpoint = self.checkpoint(subject)
-        if checkpoint not in self._oracles:
-            if subject.checkpoint is not None:
-                self._oracles.clear()  # rows of a real vocabulary are large
-            while len(self._oracles) >= KEPT_ORACLES:
-                del self._oracles[next(iter(self._oracles))]
-            self._oracles[checkpoint] = Oracle(checkpoint)
-        return self._oracles[checkpoint]
-
     def _prepare(self, pending: _Pending) -> None:
         cell = pending.cell
         target = self._target(cell.target_spec)
@@ -126,18 +145,18 @@ class Execution:
             pending.known = Ran(outcome=refused[0], message=refused[1])
             return
         case = cell.subject.case
-        pending.schedules = cell.check.schedules(case)
+        vocab, avoid = case.config["vocab_size"], special_ids(case.config)
+        pending.plans = tuple(Plan(schedule, self.seed, vocab, avoid) for schedule in cell.check.schedules(case))
         # Power is a property of check and case; on a real checkpoint it would cost its faults' replays and say nothing new.
-        if cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
+        if self.power and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
             pending.faults = cell.check.faults if getattr(target, "faults", None) else ()
         job = Job(
             cell=cell.id,
             target=cell.target_spec,
-            checkpoint=self.checkpoint(cell.subject),
+            checkpoint=self._checkpoints.path(cell.subject),
             dtype=cell.dtype,
             layout=cell.layout,
-            schedules=tuple(str(schedule) for schedule in pending.schedules),
-            stream=TokenStream(self.seed, case.config["vocab_size"], special_ids(case.config)),
+            plans=pending.plans,
             faults=pending.faults,
         )
         pending.nonce = self.isolation.submit(job)
@@ -149,18 +168,17 @@ class Execution:
 
     def _judge(self, pending: _Pending, ran: Ran, record: Record) -> None:
         cell = pending.cell
-        oracle = self.oracle(cell.subject)
-        verdict = judge(ran.replays, oracle, cell.dtype, repeats=cell.check.repeats)
-        for name in _FROM_VERDICT:
-            setattr(record, name, getattr(verdict, name))
+        oracle = self._checkpoints.oracle(cell.subject)
+        verdict = judge(ran.replays, pending.plans, oracle, cell.dtype, repeats=cell.check.repeats)
+        for name, value in verdict.fields().items():
+            setattr(record, name, value)
         record.counters = _counters(ran.replays)
         weak = []
         for fault, replays in ran.faults.items():
             if isinstance(replays, str):
                 weak.append(f"fault {fault} gives no figure: {replays}")
                 continue
-            broken = judge(replays, oracle, cell.dtype, repeats=False)
-            power = record.power[fault] = broken.error_ratio / broken.bound
+            power = record.power[fault] = _power(judge(replays, pending.plans, oracle, cell.dtype))
             if not power >= POWER:
                 weak.append(f"fault {fault} moves the error to {power:.3g} times the bound only (needs {POWER:g})")
         if record.outcome is Outcome.PASS:
@@ -173,10 +191,9 @@ class Execution:
                 record.outcome, record.message = Outcome.VACUOUS, "; ".join(idle + weak)
 
 
-_FROM_VERDICT = (
-    "outcome", "message", "error_ratio", "bound", "max_abs", "rmse", "noise_max", "noise_rmse", "rows", "verdicts",
-    "first_bad_position", "first_bad_schedule", "first_bad_token", "margin", "series",
-)  # fmt: skip
+def _power(broken: Verdict) -> float:
+    """How many times the bound the error is; infinite where rows are missing or not finite."""
+    return broken.error_ratio / broken.bound if broken.error_ratio is not None and broken.bound else math.inf
 
 
 def _counters(replays: Sequence[Replay]) -> dict[str, int]:
@@ -187,4 +204,6 @@ def _counters(replays: Sequence[Replay]) -> dict[str, int]:
 
 
 def _broken(what: str, error: Exception) -> Ran:
-    return Ran(outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=traceback.format_exc())
+    return Ran(
+        outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=traceback.format_exc()
+    )

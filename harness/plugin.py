@@ -42,14 +42,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("decodegate", "decodegate: cells of target, case, check, dtype and layout")
     add = group.addoption
     add("--gate-target", action="append", metavar="NAME", help="target to judge, a known name or module:Class (repeatable)")
-    add("--gate-checkpoint", action="append", type=Path, metavar="DIR", help="checkpoint directory as a further case (repeatable)")
+    add(
+        "--gate-checkpoint",
+        action="append",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint directory as a further case (repeatable)",
+    )
     for name in ("family", "case", "check", "dtype", "layout"):
         add(f"--gate-{name}", action="append", default=[], metavar="NAME", help=f"run only this {name} (repeatable)")
     add("--gate-seed", type=int, default=0, help="seed of weights, tokens and the shuffled order (default 0)")
     add("--gate-shuffle", action="store_true", help="run cells in an order drawn from the seed")
     add("--gate-isolate", choices=("worker", "cell"), default="worker", help="a process for many cells, or one for each")
     add("--gate-timeout", type=float, default=60.0, metavar="S", help="seconds that a cell may take (default 60)")
-    add("--gate-memory", type=float, metavar="GIB", help="memory limit of a worker process (default: its share of half the machine)")
+    add(
+        "--gate-memory",
+        type=float,
+        metavar="GIB",
+        help="memory limit of a worker process (default: its share of half the machine)",
+    )
     add("--gate-build", metavar="NAME=DIR", help="directory with the target's code, put first on the worker's path")
     add("--gate-record", type=Path, metavar="FILE", help="write one JSON line per cell to FILE while the run goes on")
     add("--gate-rerun-failed", type=Path, metavar="FILE", help="run only cells that did not pass in FILE, or that it lacks")
@@ -79,7 +90,9 @@ class Gate:
         option = config.option
         self.config = config
         self.seed: int = option.gate_seed
-        self.selection = Selection(option.gate_family, option.gate_case, option.gate_check, option.gate_dtype, option.gate_layout)
+        self.selection = Selection(
+            option.gate_family, option.gate_case, option.gate_check, option.gate_dtype, option.gate_layout
+        )
         self.build = _build(option.gate_build)
         self._matrices: list[Matrix] | None = None
         self._execution: Execution | None = None
@@ -125,7 +138,9 @@ class Gate:
                 environment = {self.targets[spec].name: isolation.result(nonce).environment for spec, nonce in asked.items()}
             command = " ".join(["pytest", *self.config.invocation_params.args])
             flags = {"gate_isolate": self.config.option.gate_isolate, "gate_shuffle": str(self.config.option.gate_shuffle)}
-            self._writer = records.Writer(self.config.option.gate_record, header(command, self.seed, selected, environment, flags))
+            self._writer = records.Writer(
+                self.config.option.gate_record, header(command, self.seed, selected, environment, flags)
+            )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         line = getattr(report, "gate_record", None)
@@ -228,7 +243,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     return list[pytest.Collector](nodes)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # after plugins that shuffle tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop what is not selected, and bring the cells into an order in which a worker keeps its model."""
     gate = gate_of(config)
@@ -288,4 +303,3 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if isinstance(item, CellItem) and item.record is not None and report.when == "call":
         report.gate_record = records.encode(item.record)
     return report
-

@@ -23,11 +23,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from harness.outcomes import Infra, Outcome, Unsupported
-from harness.replay import Replay, replay
-from harness.schedule import Schedule
+from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
 from harness.targets import resolve
-from harness.tokens import TokenStream
 
 __all__ = ["MEMORY_EXIT", "Build", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
 
@@ -64,8 +62,7 @@ class Job:
     checkpoint: Path
     dtype: str
     layout: str
-    schedules: tuple[str, ...]
-    stream: TokenStream
+    plans: tuple[Plan, ...]
     faults: tuple[str, ...]
     log: Path = Path()  # this and `nonce` are set when the job is submitted
     nonce: str = ""
@@ -151,11 +148,13 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
         return Ran(proof(request.nonce, []), Outcome.INFRA, one_line(error))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         models.forget()  # the model may be what broke
-        return Ran(proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc())
+        return Ran(
+            proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc()
+        )
 
 
 def _replay_all(loaded: Loaded, job: Job) -> list[Replay]:
-    return [replay(loaded.start(), Schedule.parse(text), job.stream) for text in job.schedules]
+    return [replay(loaded.start(), plan) for plan in job.plans]
 
 
 def _under_fault(target: Target, name: str, loaded: Loaded, job: Job) -> list[Replay] | str:
@@ -202,7 +201,9 @@ class _Models:
             return
         found = Path(str(importlib.import_module(package).__file__)).resolve()
         if not found.is_relative_to(self._build.directory.resolve()):
-            raise RuntimeError(f"build {self._build.name}: {package} was imported from {found}, not from {self._build.directory}")
+            raise RuntimeError(
+                f"build {self._build.name}: {package} was imported from {found}, not from {self._build.directory}"
+            )
 
 
 def bind_threads(threads: int) -> None:
@@ -270,4 +271,3 @@ class _Watch:
             if log is not None and log.stat().st_size > MAX_LOG_BYTES:
                 os.truncate(log, 0)
         os._exit(1)
-
