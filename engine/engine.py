@@ -120,15 +120,13 @@ class Engine:
         try:
             for start in range(0, len(ids), chunk):
                 piece = ids[start : start + chunk]
-                if all_logits:
-                    rows = None
-                else:
-                    rows = [len(piece) - 1] if start + len(piece) == len(ids) else []
+                is_last = start + len(piece) == len(ids)
+                rows = None if all_logits else [len(piece) - 1] if is_last else []
                 logits = self._forward(mx.array(piece), [state], [len(piece)], rows)
-                if rows != []:
-                    parts.append(logits)
-                self._evaluate([logits] if rows != [] else [], [state])
+                wanted = [logits] if rows != [] else []
+                self._evaluate(wanted, [state])
                 self.counters["prefill_chunks"] += 1
+                parts += wanted
         except BaseException:
             self._undo(state, before)
             raise
@@ -202,9 +200,7 @@ class Engine:
         self.counters["decode_rows"] += len(states)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _forward(
-        self, tokens: mx.array, states: list[_Sequence], lengths: list[int], rows: Sequence[int] | None
-    ) -> mx.array:
+    def _forward(self, tokens: mx.array, states: list[_Sequence], lengths: list[int], rows: Sequence[int] | None) -> mx.array:
         spans, start = [], 0
         for state, length in zip(states, lengths, strict=True):
             spans.append(Span(start, length, state.length, state.slots))
