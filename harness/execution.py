@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import threading
@@ -19,12 +20,11 @@ from harness.isolation import Isolation
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
 from harness.records import Record
-from harness.replay import Replay
-from harness.schedule import Schedule
+from harness.replay import Plan, Replay
 from harness.target import Target
 from harness.targets import resolve
-from harness.tokens import TokenStream, special_ids
-from harness.verdict import judge
+from harness.tokens import special_ids
+from harness.verdict import JudgedRow, Verdict, judge
 from harness.worker import Job, Ran, one_line
 
 __all__ = ["POWER", "Checkpoints", "Execution"]
@@ -39,7 +39,7 @@ class _Pending:
     """A cell on its way: what the worker was asked, or the outcome that needs no worker."""
 
     cell: Cell
-    schedules: Sequence[Schedule] = ()
+    plans: tuple[Plan, ...] = ()
     nonce: str = ""
     faults: tuple[str, ...] = ()
     known: Ran | None = None
@@ -108,6 +108,10 @@ class Execution:
                 pending.known = _broken("the cell could not be prepared", error)
 
     def record(self, cell: Cell) -> Record:
+        return self.record_with_rows(cell)[0]
+
+    def record_with_rows(self, cell: Cell) -> tuple[Record, list[JudgedRow]]:
+        """The record, and every row as it was judged; no rows where the cell did not get that far."""
         self.submit(cell)
         pending = self._pending.pop(cell.id)
         ran = pending.known or self.isolation.result(pending.nonce)
@@ -120,7 +124,7 @@ class Execution:
             check=cell.check.name,
             dtype=cell.dtype,
             layout=cell.layout,
-            schedule=[str(schedule) for schedule in pending.schedules],
+            schedule=[str(plan.schedule) for plan in pending.plans],
             outcome=ran.outcome or Outcome.PASS,
             message=ran.message,
             detail=ran.detail,
@@ -128,13 +132,14 @@ class Execution:
             seed=self.seed,
             replay=cell.replay_command(self.seed),
         )
+        rows: list[JudgedRow] = []
         if ran.outcome is None:
             try:
-                self._judge(pending, ran, record)
+                rows = self._judge(pending, ran, record)
             except Exception as error:
                 broken = _broken("the cell could not be judged", error)
                 record.outcome, record.message, record.detail = Outcome.ERROR, broken.message, broken.detail
-        return record
+        return record, rows
 
     def _prepare(self, pending: _Pending) -> None:
         cell = pending.cell
@@ -145,7 +150,8 @@ class Execution:
             pending.known = Ran(outcome=refused[0], message=refused[1])
             return
         case = cell.subject.case
-        pending.schedules = cell.check.schedules(case)
+        vocab, avoid = case.config["vocab_size"], special_ids(case.config)
+        pending.plans = tuple(Plan(schedule, self.seed, vocab, avoid) for schedule in cell.check.schedules(case))
         # Power is a property of check and case; on a real checkpoint it would cost its faults' replays and say nothing new.
         if self.power and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
             pending.faults = cell.check.faults if getattr(target, "faults", None) else ()
@@ -155,8 +161,7 @@ class Execution:
             checkpoint=self._checkpoints.path(cell.subject),
             dtype=cell.dtype,
             layout=cell.layout,
-            schedules=tuple(str(schedule) for schedule in pending.schedules),
-            stream=TokenStream(self.seed, case.config["vocab_size"], special_ids(case.config)),
+            plans=pending.plans,
             faults=pending.faults,
         )
         pending.nonce = self.isolation.submit(job)
@@ -166,20 +171,19 @@ class Execution:
             self._targets[spec] = resolve(spec)
         return self._targets[spec]
 
-    def _judge(self, pending: _Pending, ran: Ran, record: Record) -> None:
+    def _judge(self, pending: _Pending, ran: Ran, record: Record) -> list[JudgedRow]:
         cell = pending.cell
         oracle = self._checkpoints.oracle(cell.subject)
-        verdict = judge(ran.replays, oracle, cell.dtype, repeats=cell.check.repeats)
-        for name in _FROM_VERDICT:
-            setattr(record, name, getattr(verdict, name))
+        verdict = judge(ran.replays, pending.plans, oracle, cell.dtype, repeats=cell.check.repeats)
+        for name, value in verdict.fields().items():
+            setattr(record, name, value)
         record.counters = _counters(ran.replays)
         weak = []
         for fault, replays in ran.faults.items():
             if isinstance(replays, str):
                 weak.append(f"fault {fault} gives no figure: {replays}")
                 continue
-            broken = judge(replays, oracle, cell.dtype, repeats=False)
-            power = record.power[fault] = broken.error_ratio / broken.bound
+            power = record.power[fault] = _power(judge(replays, pending.plans, oracle, cell.dtype))
             if not power >= POWER:
                 weak.append(f"fault {fault} moves the error to {power:.3g} times the bound only (needs {POWER:g})")
         if record.outcome is Outcome.PASS:
@@ -190,12 +194,12 @@ class Execution:
             ]
             if idle or weak:
                 record.outcome, record.message = Outcome.VACUOUS, "; ".join(idle + weak)
+        return verdict.judged
 
 
-_FROM_VERDICT = (
-    "outcome", "message", "error_ratio", "bound", "max_abs", "rmse", "noise_max", "noise_rmse", "rows", "verdicts",
-    "first_bad_position", "first_bad_schedule", "first_bad_token", "margin", "series",
-)  # fmt: skip
+def _power(broken: Verdict) -> float:
+    """How many times the bound the error is; infinite where rows are missing or not finite."""
+    return broken.error_ratio / broken.bound if broken.error_ratio is not None and broken.bound else math.inf
 
 
 def _counters(replays: Sequence[Replay]) -> dict[str, int]:
@@ -206,4 +210,6 @@ def _counters(replays: Sequence[Replay]) -> dict[str, int]:
 
 
 def _broken(what: str, error: Exception) -> Ran:
-    return Ran(outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=traceback.format_exc())
+    return Ran(
+        outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=traceback.format_exc()
+    )

@@ -51,7 +51,9 @@ class Fault:
 def _everywhere(original: object, replacement: Callable[..., Any]) -> list[Patch]:
     """The patches of every name in a loaded engine module that is bound to this object."""
     modules = [module for name, module in sys.modules.items() if name == "engine" or name.startswith("engine.")]
-    return [(module, name, replacement) for module in modules for name, value in list(vars(module).items()) if value is original]
+    return [
+        (module, name, replacement) for module in modules for name, value in list(vars(module).items()) if value is original
+    ]
 
 
 def _rope_offset_off_by_one(planted: Planted) -> list[Patch]:
@@ -226,10 +228,16 @@ _ALL = (
     Fault("batch_shares_first_offset", "all rows of a batch take the position of the first", _batch_shares_first_offset),
     Fault("mask_missing_on_later_chunks", "queries of a chunk on a filled cache see later keys", _mask_missing_on_later_chunks),
     Fault("kv_write_one_slot_early", "new keys and values also overwrite those of the token before", _kv_write_one_slot_early),
-    Fault("rewind_moves_only_the_counter", "a rewind leaves the dropped keys where attention sees them", _rewind_moves_only_the_counter),
+    Fault(
+        "rewind_moves_only_the_counter",
+        "a rewind leaves the dropped keys where attention sees them",
+        _rewind_moves_only_the_counter,
+    ),
     Fault("rewind_drops_one_too_few", "a rewind leaves one of the dropped tokens in the cache", _rewind_drops_one_too_few),
     Fault("last_row_from_wrong_index", "prefill gives the row before the last", _last_row_from_wrong_index),
-    Fault("stale_state_after_close", "the next sequence starts on the state of the one that was closed", _stale_state_after_close),
+    Fault(
+        "stale_state_after_close", "the next sequence starts on the state of the one that was closed", _stale_state_after_close
+    ),
     Fault("sequences_share_state", "a second sequence writes into the state of the first", _sequences_share_state),
     Fault("batch_rows_swapped", "the rows of a batched step come back in another order", _batch_rows_swapped),
     Fault("noise_in_logits", "logits grow by a hundredth with each call", _noise_in_logits),

@@ -133,7 +133,9 @@ class Isolation:
                 deadline = began + self.timeout_s
             elif isinstance(message, Ran):
                 if message.proof != proof(job.nonce, message.replays):
-                    return Ran(outcome=Outcome.ERROR, message="the worker cannot prove that it ran this cell", detail=message.detail)
+                    return Ran(
+                        outcome=Outcome.ERROR, message="the worker cannot prove that it ran this cell", detail=message.detail
+                    )
                 return message
 
     def _overrun(self, worker: _Worker, began: float | None) -> Ran | None:

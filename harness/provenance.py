@@ -35,7 +35,9 @@ def header(
     for target, facts in environment.items():
         device = device or facts.get("device", "")
         blas = blas or facts.get("blas", "")
-        versions |= {key if key in ("mlx",) else f"{target}.{key}": v for key, v in facts.items() if key not in ("device", "blas")}
+        versions |= {
+            key if key in ("mlx",) else f"{target}.{key}": v for key, v in facts.items() if key not in ("device", "blas")
+        }
     return Header(
         command=command,
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -61,7 +63,9 @@ def revision(directory: Path) -> tuple[str | None, bool | None]:
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        ran = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=GIT_S, check=False)
+        ran = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=GIT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ran.stdout.strip() if ran.returncode == 0 else None

@@ -23,18 +23,20 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from harness.outcomes import Infra, Outcome, Unsupported
-from harness.replay import Replay, replay
-from harness.schedule import Schedule
+from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
 from harness.targets import resolve
-from harness.tokens import TokenStream
 
-__all__ = ["MEMORY_EXIT", "Build", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
+__all__ = ["MEMORY_EXIT", "Build", "BuildError", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
 
 MEMORY_EXIT = 86  # exit status of a worker that outgrew its memory limit
 MAX_LOG_BYTES = 8 * 2**20  # of one cell's standard output and error; a target that prints without end fills no disk
 WATCH_S = 0.2
 KEPT_MODELS = 2  # cells are ordered by case, dtype and layout, so one model serves many; two for a shuffled neighbour
+
+
+class BuildError(ValueError):
+    """A text that names no build."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Build:
 
     name: str = "tree"
     directory: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Build:
+        """`NAME=DIR`; raises BuildError."""
+        name, _, directory = text.partition("=")
+        if not name or not directory or not Path(directory).is_dir():
+            raise BuildError(f"a build is NAME=DIR with a directory that is there (got {text!r})")
+        return cls(name, Path(directory).resolve())
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,7 @@ class Job:
     checkpoint: Path
     dtype: str
     layout: str
-    schedules: tuple[str, ...]
-    stream: TokenStream
+    plans: tuple[Plan, ...]
     faults: tuple[str, ...]
     log: Path = Path()  # this and `nonce` are set when the job is submitted
     nonce: str = ""
@@ -151,11 +160,13 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
         return Ran(proof(request.nonce, []), Outcome.INFRA, one_line(error))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         models.forget()  # the model may be what broke
-        return Ran(proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc())
+        return Ran(
+            proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc()
+        )
 
 
 def _replay_all(loaded: Loaded, job: Job) -> list[Replay]:
-    return [replay(loaded.start(), Schedule.parse(text), job.stream) for text in job.schedules]
+    return [replay(loaded.start(), plan) for plan in job.plans]
 
 
 def _under_fault(target: Target, name: str, loaded: Loaded, job: Job) -> list[Replay] | str:
@@ -202,7 +213,9 @@ class _Models:
             return
         found = Path(str(importlib.import_module(package).__file__)).resolve()
         if not found.is_relative_to(self._build.directory.resolve()):
-            raise RuntimeError(f"build {self._build.name}: {package} was imported from {found}, not from {self._build.directory}")
+            raise RuntimeError(
+                f"build {self._build.name}: {package} was imported from {found}, not from {self._build.directory}"
+            )
 
 
 def bind_threads(threads: int) -> None:
@@ -270,4 +283,3 @@ class _Watch:
             if log is not None and log.stat().st_size > MAX_LOG_BYTES:
                 os.truncate(log, 0)
         os._exit(1)
-

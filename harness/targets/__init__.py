@@ -31,7 +31,9 @@ def resolve(spec: str) -> Target:
     """The target for a known name or for `module:Class`. Imports the adapter, never the engine it adapts."""
     reference = known().get(spec, spec)
     if not _REFERENCE.match(reference):
-        raise TargetError(f"unknown target {spec!r}; known: {', '.join(sorted(known()))}, or module:Class of an adapter of yours")
+        raise TargetError(
+            f"unknown target {spec!r}; known: {', '.join(sorted(known()))}, or module:Class of an adapter of yours"
+        )
     module_name, class_name = reference.split(":")
     try:
         adapter = getattr(importlib.import_module(module_name), class_name)

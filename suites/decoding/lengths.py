@@ -14,4 +14,9 @@ def crosses_allocation(case: Case) -> bool:
 
 def allocation_boundaries(case: Case) -> list[int]:
     """Lengths up to the prompt's at which the cache has just, or has nearly, filled a step of its allocation."""
-    return [b for step in range(ALLOCATION_STEP, case.prompt, ALLOCATION_STEP) for b in (step - 1, step, step + 1) if b < case.prompt]
+    return [
+        b
+        for step in range(ALLOCATION_STEP, case.prompt, ALLOCATION_STEP)
+        for b in (step - 1, step, step + 1)
+        if b < case.prompt
+    ]

@@ -29,7 +29,15 @@ def _cuts(case: Case) -> list[list[int]]:
         step = ALLOCATION_STEP
         around = [[boundary, n - boundary] for boundary in allocation_boundaries(case)]
         return [*around, [step - 1, 1, 1, step - 1, 1, 1, n - 2 * step - 2], _repeated([97, 5, 1], n)]
-    plans = [[n], [1, n - 1], [n - 1, 1], [n // 2, n - n // 2], _repeated([1, 3, 7], n), _repeated([13, 2, 5], n), _repeated([11, 1], n)]
+    plans = [
+        [n],
+        [1, n - 1],
+        [n - 1, 1],
+        [n // 2, n - n // 2],
+        _repeated([1, 3, 7], n),
+        _repeated([13, 2, 5], n),
+        _repeated([11, 1], n),
+    ]
     return plans + [_repeated([size], n) for size in (4, 8, 16, 17)]
 
 

@@ -19,7 +19,7 @@ def _greedy(case: Case) -> Sequence[Schedule]:
 
 def _consecutive(case: Case) -> Sequence[Schedule]:
     n = case.prompt
-    first = "feed a 20; step a 6; close a"
+    first = "open a; feed a 20; step a 6; close a"
     return [
         Schedule.parse(f"{first}; feed b {n}; step b 6; close b; {first}"),
         Schedule.parse(f"feed a {n}; step a 4; close a; feed b 7; step b 4; close b; feed c 9; step c 4; close c; {first}"),

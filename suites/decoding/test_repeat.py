@@ -12,7 +12,7 @@ from suites.decoding.lengths import crosses_allocation
 
 def _schedules(case: Case) -> Sequence[Schedule]:
     n = 250 if crosses_allocation(case) else case.prompt
-    once = f"feed a {n // 2}; feed a {n - n // 2}; step a 8; close a"
+    once = f"open a; feed a {n // 2}; feed a {n - n // 2}; step a 8; close a"
     return [Schedule.parse(once), Schedule.parse(f"{once}; {once}")]
 
 

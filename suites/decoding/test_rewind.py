@@ -30,7 +30,9 @@ def _schedules(case: Case) -> Sequence[Schedule]:
     return [
         _rewinds_to(every, n),
         Schedule.parse(f"feed a {n}; rewind a 1; step a 4; rewind a 3; step a 4; rewind a 2; feed a 5"),
-        Schedule.parse(f"feed a 16; feed a {n - 16}; rewind a {n - 17}; step a 3; rewind a 4; step a 3; rewind a 4; feed a 7; step a 2"),
+        Schedule.parse(
+            f"feed a 16; feed a {n - 16}; rewind a {n - 17}; step a 3; rewind a 4; step a 3; rewind a 4; feed a 7; step a 2"
+        ),
     ]
 
 

@@ -116,7 +116,10 @@ def llama(config: dict[str, Any], weights: dict[str, np.ndarray], tokens: list[i
         a = norm(x, f"{layer}.input_layernorm")
         q, k, v = (a @ weights[f"{layer}.self_attn.{p}_proj.weight"].T for p in "qkv")
         q = rotated(q.reshape(n, heads, dim)).swapaxes(0, 1)
-        k, v = (np.repeat(t.reshape(n, kv_heads, dim).swapaxes(0, 1), heads // kv_heads, 0) for t in (rotated(k.reshape(n, kv_heads, dim)), v))
+        k, v = (
+            np.repeat(t.reshape(n, kv_heads, dim).swapaxes(0, 1), heads // kv_heads, 0)
+            for t in (rotated(k.reshape(n, kv_heads, dim)), v)
+        )
         scores = q @ k.swapaxes(1, 2) / np.sqrt(np.float32(dim)) + mask
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         out = (scores / scores.sum(-1, keepdims=True)) @ v
@@ -183,7 +186,6 @@ class PrintsGarbage(Honest):
         for stream in (1, 2):
             os.write(stream, bytes(range(256)) * 4096)
         print("\x1b[2J" + "x" * 100_000)
-        sys.stdout.close()
 
 
 class Raises(Honest):
