@@ -57,7 +57,7 @@ def command(
         decodegate evidence --base v0.3 --head v0.4 --check incremental_logits_match_full_forward
     """
     from harness.builds import BuildError, Builds, Source
-    from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects
+    from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects, unknown
     from harness.targets import TargetError, resolve
 
     try:
@@ -65,7 +65,9 @@ def command(
         known = checks_in("suites.decoding")
         selection = Selection(families or (), cases or (), checks or (), dtypes or (), layouts or ())
         selected = subjects(selection, checkpoints or ())
-        selection.validate([subject.case for subject in selected], known)
+        for name in selection.checks:
+            if name not in known:
+                raise SelectionError(unknown("check", name, known))
         matrix = Matrix(target, adapter, selected, selection)
         cells = sorted((cell for check in known.values() for cell in matrix.cells(check)), key=lambda cell: cell.order)
     except (SelectionError, TargetError) as error:

@@ -165,10 +165,8 @@ def _mark(text: _Text, place: _Place, reached: str) -> None:
     start, _ = text.span(statement)
     if text.at(start, "elif"):
         raise AnchorError("the anchor stands in the condition of an elif; anchor the whole if statement instead")
-    if isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef, ast.ClassDef, ast.Match)):
-        text.replace(start, start, f"{mark}\n{' ' * text.column(start)}")
-    elif not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
-        text.replace(start, start, f"{mark}; ")
+    separator = f"\n{' ' * text.column(start)}" if text.is_first_on_line(start) else "; "
+    text.replace(start, start, mark + separator)
 
 
 class _Text:
@@ -195,6 +193,9 @@ class _Text:
 
     def column(self, offset: int) -> int:
         return offset - max(start for start in self._starts if start <= offset)
+
+    def is_first_on_line(self, offset: int) -> bool:
+        return not self._bytes[offset - self.column(offset) : offset].strip()
 
     def at(self, offset: int, word: str) -> bool:
         return self._bytes.startswith(word.encode(), offset)
