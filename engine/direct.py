@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from engine.engine import Engine, SequenceId
 from engine.errors import SequenceError
@@ -51,7 +52,7 @@ class _Stream:
         self.logits = self._engine.step_async(self._sequence, token)
         try:
             self._choose()
-            return int(token.tolist()[0]), row
+            return int(np.asarray(token)[0]), row
         except BaseException:  # an interrupt too: nobody learns of the token, so the sequence must not hold it
             self._engine.rewind(self._sequence, 1)
             raise
