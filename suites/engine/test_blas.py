@@ -47,7 +47,9 @@ def test_matmul_is_right_before_and_after_torch_is_imported_in_the_same_process(
 
 
 def test_off_leaves_mlx_with_its_own():
-    out = run("from engine import blas; print(blas.describe()); import ctypes; print(hasattr(ctypes.CDLL(None), 'sgemm_'))", "off")
+    out = run(
+        "from engine import blas; print(blas.describe()); import ctypes; print(hasattr(ctypes.CDLL(None), 'sgemm_'))", "off"
+    )
     assert "off (DECODEGATE_BLAS=off)" in out
     assert "False" in out
 
@@ -67,5 +69,7 @@ def test_a_library_without_a_blas_is_not_chosen():
 
 
 def test_binding_twice_does_nothing():
-    out = run("import os; from engine import blas; a = blas.bind(); os.environ['DECODEGATE_BLAS'] = 'off'; print(a == blas.bind())")
+    out = run(
+        "import os; from engine import blas; a = blas.bind(); os.environ['DECODEGATE_BLAS'] = 'off'; print(a == blas.bind())"
+    )
     assert "True" in out

@@ -56,7 +56,11 @@ def test_rewind_then_append_equals_never_having_seen_the_dropped_tokens(n: int):
     state.rewind(n)
     k2, v2 = some(7, 1)
     kept = 300 - n
-    check(state.append(mx.array(k2), mx.array(v2)), np.concatenate([k[:, :, :kept], k2], 2), np.concatenate([v[:, :, :kept], v2], 2))
+    check(
+        state.append(mx.array(k2), mx.array(v2)),
+        np.concatenate([k[:, :, :kept], k2], 2),
+        np.concatenate([v[:, :, :kept], v2], 2),
+    )
 
 
 @pytest.mark.parametrize("n", [-1, 4])

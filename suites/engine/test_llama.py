@@ -153,11 +153,13 @@ def test_parameters_follow_the_flags():
     plain = llama.parameters(llama.Config.from_dict(RAW))
     assert plain["model.layers.2.self_attn.k_proj.weight"] == (16, 32) and plain["lm_head.weight"] == (61, 32)
     assert len(plain) == 2 + 3 * 9 + 1 and not any(name.endswith("bias") for name in plain)
-    full = llama.parameters(llama.Config.from_dict(RAW | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}))
-    assert "lm_head.weight" not in full
-    assert sorted(name.split(".")[-2] for name in full if name.startswith("model.layers.0") and name.endswith("bias")) == sorted(
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    full = llama.parameters(
+        llama.Config.from_dict(RAW | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
     )
+    assert "lm_head.weight" not in full
+    assert sorted(
+        name.split(".")[-2] for name in full if name.startswith("model.layers.0") and name.endswith("bias")
+    ) == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 
 
 def test_families_are_found_by_model_type_and_unknown_ones_refused():
