@@ -77,6 +77,8 @@ def test_cache_growths_are_counted(engine: Engine):
         ("flat list of integers", lambda e, s: e.prefill(s, [1.5])),
         ("flat list of integers", lambda e, s: e.prefill(s, [[1]])),
         ("flat list of integers", lambda e, s: e.prefill(s, ["1"])),
+        ("flat list of integers", lambda e, s: e.prefill(s, [[1], [1, 2]])),
+        ("flat list of integers", lambda e, s: e.prefill(s, [True])),
         ("chunk must be at least 1", lambda e, s: e.prefill(s, [1], chunk=0)),
         ("cannot rewind 5", lambda e, s: e.rewind(s, 5)),
         ("cannot rewind -1", lambda e, s: e.rewind(s, -1)),
