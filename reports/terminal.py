@@ -260,8 +260,9 @@ def _power_fact(power: Power) -> Text:
 
 def _smoke_facts(record: Record) -> Iterable[Text]:
     mark = MARKS[record.outcome]
+    name = f"{case_id(record)} {record.check.removeprefix('smoke_')} {record.dtype}"
     ratio = f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}" if record.error_ratio is not None else ""
-    yield Text.assemble((mark.glyph, mark.style), f" {one_line(case_id(record))} {one_line(record.dtype)}{ratio}")
+    yield Text.assemble((mark.glyph, mark.style), f" {one_line(name)}{ratio}")
     if record.message:
         yield Text(f"  {one_line(record.message)}", "dim")
 
