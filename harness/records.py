@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from harness.outcomes import Outcome
 
-__all__ = ["SCHEMA", "Header", "Record", "RecordError", "load"]
+__all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "decode", "encode", "load"]
 
 SCHEMA = 1
 MAX_BYTES = 512 * 2**20  # a run of 10 000 cells with their series is about 100 MB
@@ -82,6 +84,53 @@ class Record:
     seed: int = 0
     replay: str = ""  # the one command that replays this cell
     extra: dict[str, Any] = field(default_factory=dict)  # smoke: texts, speeds, memory, KL
+
+
+class Writer:
+    """Writes a record file: the header first, then a line per cell, each on disk before the call returns.
+
+    A killed run leaves at most one torn line, the last, which `load` drops.
+    """
+
+    def __init__(self, path: Path, header: Header | None) -> None:
+        """Begins a new file with the header; with None, goes on with a file that has one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w" if header else "a", encoding="utf-8")
+        if header:
+            self._line(header)
+
+    def write(self, record: Record) -> None:
+        self._line(record)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _line(self, value: Header | Record) -> None:
+        self._file.write(encode(value) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def encode(value: Header | Record) -> str:
+    """One line of strict JSON. JSON has no infinities: they become the largest finite number, and NaN becomes null."""
+    return json.dumps(_finite(asdict(value)), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def decode(line: str) -> Record:
+    """A record from the line that `encode` made of it; raises RecordError."""
+    return _record(_parse(line.encode(), "record"), "record")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Outcome):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else math.copysign(sys.float_info.max, value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def load(path: Path) -> tuple[Header, list[Record]]:
