@@ -19,11 +19,12 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
 from reports import text
 from reports.plot import error_plot
-from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, dtype_order, environment, is_smoke, power_of
+from reports.summary import BAD, MARKS, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
 __all__ = ["render"]
 
@@ -107,7 +108,7 @@ def render(report: Summary) -> str:
         families=sorted({record.family for record in report.records if not is_smoke(record)}),
         dtypes=dtypes,
         marks=MARKS,
-        wanted=POWER_WANTED,
+        wanted=POWER,
     )
     return text.visible(page)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports.summary import MARKS, POWER_WANTED, Matrix, Summary, case_id, environment
+from reports.summary import MARKS, Matrix, Summary, case_id, environment
 from reports.text import code_span, duration, figure, markdown, one_line, plural, shorten, times
 
 __all__ = ["render"]
@@ -132,7 +133,7 @@ def _figures(report: Summary) -> Iterable[str]:
 
 def _power(report: Summary) -> Iterable[str]:
     if report.power:
-        yield f"| check | weakest fault (times the bound, ≥ {POWER_WANTED:.0f} wanted) | in | faults |"
+        yield f"| check | weakest fault (times the bound, ≥ {POWER:.0f} wanted) | in | faults |"
         yield "|-|-|-|-:|"
         weak = [power for power in report.power if power.weak]
         for power in report.power[: max(_POWER_ROWS, len(weak))]:

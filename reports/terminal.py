@@ -20,9 +20,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports.summary import BAD, MARKS, POWER_WANTED, DtypeFigures, Power, Summary, case_id
+from reports.summary import BAD, MARKS, DtypeFigures, Power, Summary, case_id
 from reports.text import duration, figure, lines, one_line, plural, shorten, times
 
 __all__ = ["Progress", "make_console", "summary"]
@@ -254,7 +255,7 @@ def _error_facts(figures: Sequence[DtypeFigures]) -> Iterable[Text]:
 def _power_fact(power: Power) -> Text:
     text = Text(f"weakest {times(power.times)} the bound", "yellow" if power.weak else "")
     if power.weak:
-        text.append(f", at least {POWER_WANTED:.0f}× is wanted", "yellow")
+        text.append(f", at least {POWER:.0f}× is wanted", "yellow")
     return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
 
 
