@@ -69,9 +69,11 @@ class Smoke:
 
 @dataclass
 class Result:
-    """`environment` is what the target says of itself; `lock_wait_s` is None where the lock was not reached."""
+    """`stopped` says why no cell ran, where none did. `environment` is what the target says of itself; `lock_wait_s` is None
+    where the lock was not reached."""
 
     records: list[Record] = field(default_factory=list)
+    stopped: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     lock_wait_s: float | None = None
 
@@ -93,7 +95,8 @@ def run(
                 replayed = _replay(plan, result)
         except (Infra, EngineError, ReferenceError) as error:
             outcome = Outcome.INFRA if isinstance(error, Infra) else Outcome.ERROR
-            replayed = {name: Ran(outcome=outcome, message=one_line(error)) for name in CHECKS}
+            result.stopped = one_line(error, 1000)
+            replayed = {name: Ran(outcome=outcome, message=result.stopped) for name in CHECKS}
         oracle = _Oracle(plan.checkpoint)
         for name, ran in replayed.items():
             record = _record(plan, plan.cell(name), ran, oracle)
@@ -147,7 +150,9 @@ def _plan(smoke: Smoke, scratch: Path) -> _Plan:
     prompts = source.prompts(min(TOKENS, limit), smoke.seed)
     answer = min(ANSWER, limit - len(prompts.chat))
     if answer < 1:
-        raise Infra(f"the question has {len(prompts.chat)} tokens and the checkpoint a context of {limit}; no room for an answer")
+        raise Infra(
+            f"the question has {len(prompts.chat)} tokens and the checkpoint a context of {limit}; no room for an answer"
+        )
     if source.is_gguf and smoke.target != "engine":  # other targets read directories
         path = export(path, scratch, [smoke.dtype])[smoke.dtype]
     return _Plan(smoke, source.family, path, source, prompts, answer)
@@ -166,8 +171,10 @@ def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
     smoke, target = plan.smoke, resolve_target(plan.smoke.target)
     assert plan.prompts is not None and plan.checkpoint is not None
     ran: dict[str, Ran] = {}
-    settings = {"threads": default_threads(1), "memory_bytes": default_memory_bytes(1)}
-    with Isolation(smoke.build, timeout_s=smoke.timeout_s, **settings) as isolation:
+    isolation = Isolation(
+        smoke.build, timeout_s=smoke.timeout_s, threads=default_threads(1), memory_bytes=default_memory_bytes(1)
+    )
+    with isolation:
         asked = isolation.submit(Describe(f"environment of {target.name}", smoke.target))
         result.environment = isolation.result(asked).environment
         for name in CHECKS:
@@ -232,7 +239,10 @@ def _record(plan: _Plan, cell: Cell, ran: Ran, oracle: _Oracle) -> Record:
         try:
             _judge(plan, ran, record, oracle)
         except (ValueError, RuntimeError, MemoryError) as error:  # rows that no recompute can be compared with
-            record.outcome, record.message = Outcome.ERROR, f"the rows could not be judged: {type(error).__name__}: {one_line(error)}"
+            record.outcome, record.message = (
+                Outcome.ERROR,
+                f"the rows could not be judged: {type(error).__name__}: {one_line(error)}",
+            )
     return record
 
 
@@ -270,7 +280,7 @@ def _answer(plan: _Plan, ran: Ran, record: Record) -> str:
     assert plan.prompts is not None and plan.source is not None
     replay = ran.replays[0]
     prompt = len(plan.prompts.chat)
-    tokens = list(max(replay.histories, key=len))[prompt:]
+    tokens = list(replay.histories[0][prompt:])
     prefill_s, decode_s = replay.seconds
     speed = {"prefill_tok_s": prompt / prefill_s, "decode_tok_s": len(tokens) / decode_s}
     tokenizer = plan.source.tokenizer
@@ -278,4 +288,3 @@ def _answer(plan: _Plan, ran: Ran, record: Record) -> str:
     record.extra |= {"question": QUESTION if tokenizer is not None else "", "answer": text, "tokens": tokens, "speed": speed}
     peak = ran.memory["peak"] / 2**20
     return f"prefill {speed['prefill_tok_s']:.0f} tok/s, decode {speed['decode_tok_s']:.0f} tok/s, peak {peak:.0f} MiB"
-
