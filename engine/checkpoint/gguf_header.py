@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,12 +31,12 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 
 # ggml type number -> (name, elements of a block, bytes of a block) of what the engine reads
-SUPPORTED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
+SUPPORTED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
 # ... and the names of what it does not
 OTHER_TYPES = {
     6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
     17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
-    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
 
@@ -137,23 +137,25 @@ def _read(reader: _Reader, path: Path) -> GgufHeader:
     infos = [_tensor_info(reader, path, index) for index in range(tensor_count)]
     start = -(-reader.position // alignment) * alignment
     tensors: dict[str, TensorHeader] = {}
-    for header, _, _ in infos:
-        if header.name in tensors:
-            raise CheckpointError(f"{path.name}: tensor {shown(header.name)} appears twice")
-        tensors[header.name] = header
-    end = 0
-    for header, offset, count in sorted(infos, key=lambda info: info[1]):
-        where = f"{path.name}: tensor {shown(header.name)}"
-        if offset % alignment or offset < end:
-            raise CheckpointError(f"{where} at offset {offset} overlaps the one before it or is not a multiple of {alignment}")
-        end = offset + count
-        if start + end > reader.size:
-            raise CheckpointError(f"{where} ends at byte {start + end} and the file has {reader.size}; it is cut off: download it again")
+    for info in infos:
+        if info.name in tensors:
+            raise CheckpointError(f"{path.name}: tensor {shown(info.name)} appears twice")
+        tensors[info.name] = replace(info, offset=start + info.offset)
+    end = start
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        where = f"{path.name}: tensor {shown(tensor.name)}"
+        if tensor.offset % alignment or tensor.offset < end:
+            raise CheckpointError(
+                f"{where} at byte {tensor.offset} overlaps the one before it or is not at a multiple of {alignment}"
+            )
+        end = tensor.offset + tensor.nbytes
+        if end > reader.size:
+            raise CheckpointError(f"{where} ends at byte {end} and the file has {reader.size}; it is cut off: download it again")
     return GgufHeader(metadata, tensors)
 
 
-def _tensor_info(reader: _Reader, path: Path, index: int) -> tuple[TensorHeader, int, int]:
-    """(header, offset in the data, bytes)."""
+def _tensor_info(reader: _Reader, path: Path, index: int) -> TensorHeader:
+    """Its `offset` still counts from the start of the data."""
     name = reader.string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
     where = f"tensor {shown(name)}"
     count = reader.number("<I", where)
@@ -173,4 +175,4 @@ def _tensor_info(reader: _Reader, path: Path, index: int) -> tuple[TensorHeader,
     kind_name, block, block_bytes = SUPPORTED[kind]
     if shape[0] % block:
         raise CheckpointError(f"{path.name}: {where} has rows of {shape[0]}, {kind_name} needs a multiple of {block}")
-    return TensorHeader(name, kind_name, shape[::-1], path), offset, math.prod(shape) // block * block_bytes
+    return TensorHeader(name, kind_name, shape[::-1], path, offset, math.prod(shape) // block * block_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,7 @@ from pathlib import Path
 from engine.checkpoint.bounded import shown
 from engine.errors import CheckpointError
 
-__all__ = ["FLOAT_DTYPES", "TensorHeader", "account"]
-
-FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})  # what a plain parameter may be stored in
-
+__all__ = ["TensorHeader", "account"]
 
 @dataclass(frozen=True)
 class TensorHeader:
@@ -23,6 +19,8 @@ class TensorHeader:
     dtype: str  # as the file spells it: "BF16", "Q4_0"
     shape: tuple[int, ...]
     file: Path
+    offset: int  # of its first byte in the file
+    nbytes: int
 
 
 def account(
@@ -63,11 +61,6 @@ def account(
                 f"tensor {shown(name)} in {header.file.name} has dtype {header.dtype}; a parameter must be one of "
                 f"{', '.join(sorted(dtypes))} (quantised safetensors are not supported: use the unquantised checkpoint)"
             )
-
-
-def total_bytes(parameters: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
-    """Bytes of all parameters when each element takes `itemsize` bytes."""
-    return itemsize * sum(map(math.prod, parameters.values()))
 
 
 def _names(names: list[str]) -> str:
