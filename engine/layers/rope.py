@@ -125,18 +125,18 @@ class Rope:
         self.attention_factor = config.attention_factor
 
     def tables(self, positions: np.ndarray) -> tuple[mx.array, mx.array]:
-        """positions: integers [T]. Returns cos and sin, float32 [T, 1, dim / 2], to broadcast over heads."""
+        """positions: integers [T]. Returns cos and sin for `rotate`, float32 [T, 1, dim], to broadcast over heads."""
         angles = positions.astype(np.float64)[:, None, None] * self.inv_freq
         cos, sin = np.cos(angles) * self.attention_factor, np.sin(angles) * self.attention_factor
-        return mx.array(cos.astype(np.float32)), mx.array(sin.astype(np.float32))
+        tables = np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
+        return mx.array(tables[0].astype(np.float32)), mx.array(tables[1].astype(np.float32))
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """Rotate pairs (i, i + dim / 2) of x [T, heads, dim]; computed in float32, returned in x's dtype."""
     half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    rotated = mx.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    return (x * cos + swapped * sin).astype(x.dtype)
 
 
 def _inverse_frequencies(config: RopeConfig, dim: int) -> np.ndarray:

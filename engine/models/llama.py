@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from engine.errors import Refused
 from engine.fields import Fields
+from engine.layers.activations import silu
 from engine.layers.attention import attention
-from engine.layers.exponential import silu
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RopeConfig, rotate
@@ -134,7 +134,7 @@ class Attention:
             keys, values = span.slots[self.slot].append(k[:, :, rows], v[:, :, rows])
             outs.append(attention(q[:, :, rows], keys, values, self.scale))
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)  # [1, heads, T, head_dim]
-        return self.o_proj(out[0].swapaxes(0, 1).reshape(T, -1))
+        return self.o_proj(out.squeeze(0).swapaxes(0, 1).reshape(T, -1))
 
 
 class MLP:
