@@ -7,7 +7,7 @@ the judge's business: NaN goes through.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from harness.schedule import Close, Feed, Greedy, Open, Operation, Rewind, Sched
 from harness.target import GreedyResult, Row, Session
 from harness.tokens import TokenStream
 
-__all__ = ["Plan", "Replay", "TargetError", "replay"]
+__all__ = ["Plan", "Replay", "TargetError", "replay", "where"]
 
 
 class TargetError(RuntimeError):
@@ -96,6 +96,12 @@ def _positions(operation: Operation, start: dict[str, int]) -> list[int]:
     if isinstance(operation, Greedy):
         return list(range(start[operation.sequence], start[operation.sequence] + operation.count))
     return []
+
+
+def where(plans: Sequence[Plan], schedule: int, operation: int, position: int) -> str:
+    """A row's place, in the words of every message."""
+    operations = plans[schedule].schedule.operations
+    return f"position {position} of schedule {schedule}, operation {operation} ({operations[operation]})"
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,8 @@ class _Replayer:
         tokens = [int(token) for token in result.tokens]
         if len(tokens) != operation.count or not all(0 <= token < self.plan.vocab for token in tokens):
             raise TargetError(
-                f"{where} returned {len(tokens)} token ids {tokens[:8]}; the protocol asks for {operation.count} ids below {self.plan.vocab}"
+                f"{where} returned {len(tokens)} token ids {tokens[:8]}; "
+                f"the protocol asks for {operation.count} ids below {self.plan.vocab}"
             )
         rows = np.empty((operation.count, 0), np.float32)
         if result.rows is not None:

@@ -42,7 +42,7 @@ TIED_EMBEDDING_GAIN = 2.0  # over sqrt(hidden): it is the head too
 
 
 def _generator(case: Case, seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{case.id}/{seed}/{name}".encode()).digest()
+    digest = hashlib.sha256(f"{case.family}/{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
