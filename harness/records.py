@@ -134,8 +134,8 @@ def _finite(value: Any) -> Any:
 def load(path: Path) -> tuple[Header, list[Record]]:
     """Header and records of a file that may still be written to, or whose run was killed.
 
-    A last line that does not end in a newline, or does not parse, is torn: it is dropped and `header.notes` says so. Everything
-    else that is not as it should be raises RecordError; so does a schema that is newer than this version's.
+    A last line that does not end in a newline is torn: it is dropped and `header.notes` says so. Everything else that is not as
+    it should be raises RecordError; so does a schema that is newer than this version's.
     """
     try:
         size = path.stat().st_size
@@ -144,7 +144,9 @@ def load(path: Path) -> tuple[Header, list[Record]]:
         with path.open("rb") as file:
             lines = file.read(MAX_BYTES).split(b"\n")
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror}); a run writes gate.jsonl into its --out directory") from None
+        raise RecordError(
+            f"{path}: cannot be read ({error.strerror}); a run writes gate.jsonl into its --out directory"
+        ) from None
     torn = lines.pop()  # empty where the file ends in a newline
     if not lines:
         raise RecordError(f"{path}: no header line; the run ended before it began, or this is not a record file")
@@ -152,7 +154,9 @@ def load(path: Path) -> tuple[Header, list[Record]]:
         raise RecordError(f"{path}: {len(lines) - 1} records, more than the {MAX_RECORDS} that a record file may have")
     header = _header(_parse(lines[0], f"{path}:1"), f"{path}:1")
     records = [
-        _record(_parse(line, f"{path}:{number}"), f"{path}:{number}") for number, line in enumerate(lines[1:], 2) if line.strip()
+        _record(_parse(line, f"{path}:{number}"), f"{path}:{number}")
+        for number, line in enumerate(lines[1:], 2)
+        if line.strip()
     ]
     if torn.strip():
         header.notes.append(f"the last line was torn ({len(torn)} bytes without an end) and is left out")
@@ -224,7 +228,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {  # annotation -> (in
     "list[str]": ("a list of texts", _list(_text)),
     "dict[str, str]": ("an object of texts", _mapping(_text)),
     "dict[str, int]": ("an object of whole numbers", _mapping(_count)),
-    "dict[str, float]": ("an object of numbers", _mapping(_number)),
+    "dict[str, float]": ("an object of numbers", _mapping(_optional(_number))),
     "dict[str, list[float]]": ("an object of lists of numbers", _mapping(_list(_optional(_number)))),
     "dict[str, Any]": ("an object", _mapping(_anything)),
     "dict[str, Any] | None": ("an object or null", _optional(_mapping(_anything))),

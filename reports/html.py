@@ -1,15 +1,19 @@
 """gate.html: one self-contained file, readable from a mail attachment, without network and without JavaScript.
 
-The page is a Jinja template with autoescape on; the only markup that does not come from the template is `reports.plot`, whose SVG
-holds numbers alone. Scripts add filters, the detail drawer and copy buttons to what is already readable.
+The page is a Jinja template with autoescape on; the only markup from elsewhere is the SVG of `reports.plot`,
+which holds numbers alone. Scripts add filters, the detail drawer and copy buttons to what is already readable.
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
@@ -19,7 +23,7 @@ from harness.outcomes import Outcome
 from harness.records import Record
 from reports import text
 from reports.plot import error_plot
-from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, environment, is_smoke
+from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
 __all__ = ["render"]
 
@@ -35,7 +39,8 @@ class _Cell:
     column: str
     case: str
     plot: Markup
-    extra: tuple[_Extra, ...]
+    figures: tuple[tuple[str, str], ...]  # from Record.extra
+    texts: tuple[tuple[str, str], ...]
 
     @property
     def outcome(self) -> str:
@@ -66,73 +71,85 @@ class _Cell:
         return " · ".join(parts)
 
 
-@dataclass(frozen=True)
-class _Extra:
-    """One entry of Record.extra: a figure, or a text in a block of its own."""
-
-    name: str
-    value: str
-    block: bool
-
-
 def render(report: Summary) -> str:
     """The page as text."""
     points = min(96, max(24, _PLOT_POINTS // max(len(report.records), 1)))
-    cells = {
-        id(record): _Cell(f"c{index}", record, report.column(record), case_id(record), _plot(record, points), _extra(record.extra))
-        for index, record in enumerate(report.records)
-    }
-    several = len(report.columns) > 1
+    cells = {id(record): _cell(report, record, f"c{index}", points) for index, record in enumerate(report.records)}
+    red = report.bad + report.of(Outcome.FLAKE)
+    matrix = report.matrix()
+    dtypes = sorted({record.dtype for record in report.records if not is_smoke(record)}, key=dtype_order)
+    labels = [column.label for column in report.columns]
+
+    def grid(records: list[Record]) -> list[list[_Cell | None]]:
+        """One field of the matrix: a line for each column (build), in it a place for each dtype (and layout)."""
+        lines: list[list[_Cell | None]] = []
+        for label in labels:
+            of_column = [cells[id(record)] for record in records if report.column(record) == label]
+            if not of_column and len(labels) == 1:
+                continue
+            line: list[_Cell | None] = []
+            for dtype in dtypes:
+                line += [cell for cell in of_column if cell.record.dtype == dtype] or [None]
+            lines.append(line)
+        return lines
+
     page = _template().render(
         report=report,
-        cells=cells,
-        red=[cells[id(record)] for record in report.bad + report.of(Outcome.FLAKE)],
+        cell_of=lambda record: cells[id(record)],
+        grid=grid,
+        red=[cells[id(record)] for record in red],
         rest=[cells[id(r)] for r in report.records if not is_smoke(r) and not cells[id(r)].red],
         smoke=[cells[id(record)] for record in report.smoke],
-        matrix=report.matrix(),
-        columns=[column.label for column in report.columns] if several else [],
+        matrix=matrix,
+        rows=[(family, list(rows)) for family, rows in groupby(matrix.rows, key=lambda row: row.split("/")[0])],
+        columns=labels if len(labels) > 1 else [],
         environments=[(run, environment(run.header)) for run in report.runs],
         families=sorted({record.family for record in report.records if not is_smoke(record)}),
-        dtypes=list(dict.fromkeys(figures.dtype for figures in report.dtypes)) or sorted({r.dtype for r in report.records}),
+        dtypes=dtypes,
         marks=MARKS,
         wanted=POWER_WANTED,
     )
     return text.visible(page)
 
 
-def _plot(record: Record, points: int) -> Markup:
-    return Markup(error_plot(record, points))
+def _cell(report: Summary, record: Record, name: str, points: int) -> _Cell:
+    figures: list[tuple[str, str]] = []
+    texts: list[tuple[str, str]] = []
+    for key, value in _flat(record.extra):
+        written = value if isinstance(value, str) else text.figure(value) if isinstance(value, float) else json.dumps(value)
+        (texts if "\n" in written or len(written) > 80 else figures).append((key.replace("_", " "), written))
+    plot = Markup(error_plot(record, points))
+    return _Cell(name, record, report.column(record), case_id(record), plot, tuple(figures), tuple(texts))
 
 
-def _extra(extra: dict[str, Any], prefix: str = "") -> tuple[_Extra, ...]:
-    """Figures first, then texts; objects become dotted names, one level deep."""
-    found: list[_Extra] = []
+def _flat(extra: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Objects in `Record.extra` become "outer: inner" entries, one level deep."""
     for key, value in extra.items():
-        name = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, dict) and not prefix:
-            found += _extra(value, f"{key}: ")
-        elif isinstance(value, str):
-            found.append(_Extra(name, value, "\n" in value or len(value) > 80))
-        elif isinstance(value, float):
-            found.append(_Extra(name, text.figure(value), False))
+        if isinstance(value, dict):
+            yield from ((f"{key}: {inner}", entry) for inner, entry in value.items())
         else:
-            written = json.dumps(value, ensure_ascii=False)
-            found.append(_Extra(name, written, len(written) > 80))
-    return tuple(sorted(found, key=lambda entry: entry.block))
+            yield key, value
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("reports") / "templates" / name).read_text(encoding="utf-8")
 
 
 @cache
 def _template() -> Template:
-    folder = files("reports") / "templates"
     environment = Environment(
-        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(
-        figure=text.figure, times=text.times, duration=text.duration, one_line=text.one_line, shorten=text.shorten
+    environment.filters.update(figure=text.figure, times=text.times, duration=text.duration, one_line=text.one_line)
+    script = _asset("gate.js")
+    environment.globals.update(
+        plural=text.plural,
+        case_id=case_id,
+        power_of=power_of,
+        Outcome=Outcome,
+        script=Markup(script),
+        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        style=Markup(_asset("gate.css")),
     )
-    environment.globals.update(plural=text.plural, case_id=case_id, Outcome=Outcome)
     return environment.get_template("gate.html.j2")

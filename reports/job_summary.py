@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["append", "claim"]
 
-_OWNER = "DECODEGATE_OUTERMOST_RUN"
+_OWNER = "_DECODEGATE_OUTERMOST_RUN"  # not among the variables that change numerics, which a header lists
 _FILE = "GITHUB_STEP_SUMMARY"
 _LIMIT = 2**20  # a summary beyond 1 MiB is rejected as a whole
 
@@ -19,7 +19,7 @@ def claim(environ: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def append(markdown: str, environ: MutableMapping[str, str] = os.environ) -> Path | None:
-    """Append to the job-summary file and return its path; None where there is none, or where this run is not the outermost one."""
+    """Append to the job-summary file and return its path; None where there is none, or where this run is inside another."""
     path = environ.get(_FILE)
     if not path or not claim(environ):
         return None

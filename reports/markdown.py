@@ -24,7 +24,7 @@ _REASON_WIDTH = 300
 def render(report: Summary) -> str:
     """The Markdown text; ends in a newline."""
     out = [f"## {MARKS[report.outcome].glyph} decodegate: {markdown(report.verdict)}", ""]
-    out += _environment(report)
+    out += [f"{'<br>' * (index > 0)}{line}" for index, line in enumerate(_environment(report))]
     for section in (_failures, _reasons, _matrix, _figures, _power, _smoke):
         if part := list(section(report)):
             out += ["", *part]
@@ -34,15 +34,14 @@ def render(report: Summary) -> str:
 def _environment(report: Summary) -> Iterable[str]:
     for run in report.runs:
         pairs = dict(environment(run.header))
-        command = pairs.pop("command", "")
-        pairs.pop("seed", None)
+        command = shorten(one_line(pairs.pop("command", "")), 200)
         facts = [f"{markdown(name)} {markdown(shorten(value, 160))}" for name, value in pairs.items()]
-        name = f"**{markdown(run.name)}**: " if len(report.runs) > 1 else ""
-        yield f"{name}{' · '.join([*facts, f'seed {run.header.seed}'])}" + (f" · {code_span(shorten(one_line(command), 200), table=False)}" if command else "")
+        facts += [code_span(command, table=False)] * bool(command)
+        yield f"**{markdown(run.name)}**: " * (len(report.runs) > 1) + " · ".join(facts)
         for note in run.header.notes:
             yield f"**Note:** {markdown(note)}"
     tally = " · ".join(f"{MARKS[outcome].glyph} {count} {outcome}" for outcome, count in report.counts.items())
-    yield f"<br>{tally} · {duration(report.duration_s)} in cells" if tally else ""
+    yield " · ".join(filter(None, [tally, f"{duration(report.duration_s)} in cells"]))
 
 
 def _failures(report: Summary) -> Iterable[str]:
@@ -76,7 +75,8 @@ def _reasons(report: Summary) -> Iterable[str]:
         yield f"- {_reason(outcome, reason, records)}"
     rest = sum(len(records) for _, _, records in unsupported[_REASONS:])
     if rest:
-        yield f"- {MARKS[Outcome.UNSUPPORTED].glyph} {plural(rest, 'more cell')} unsupported for other reasons (gate.html has them)"
+        glyph = MARKS[Outcome.UNSUPPORTED].glyph
+        yield f"- {glyph} {plural(rest, 'more cell')} unsupported for other reasons (gate.html has them)"
 
 
 def _reason(outcome: Outcome, reason: str, records: list[Record]) -> str:
@@ -98,16 +98,17 @@ def _matrix(report: Summary) -> Iterable[str]:
     yield f"|-|{':-:|' * len(matrix.checks)}"
     rows = matrix.rows
     if len(rows) > _MATRIX_ROWS:
-        worst = sorted(rows, key=lambda row: -sum(r.outcome is not Outcome.PASS for check in matrix.checks for r in matrix.of(row, check)))
-        rows = tuple(row for row in rows if row in set(worst[: _MATRIX_ROWS - 1]))
+        other = {row: sum(r.outcome is not Outcome.PASS for r in _together(matrix, [row], *matrix.checks)) for row in rows}
+        worst = sorted(rows, key=lambda row: -other[row])[: _MATRIX_ROWS - 1]
+        rows = tuple(row for row in rows if row in worst)
     for row in rows:
         yield f"| {markdown(row)} | {' | '.join(_marks(matrix.of(row, check)) for check in matrix.checks)} |"
     if others := [row for row in matrix.rows if row not in rows]:
         yield f"| {len(others)} more | {' | '.join(_marks(_together(matrix, others, check)) for check in matrix.checks)} |"
 
 
-def _together(matrix: Matrix, rows: list[str], check: str) -> list[Record]:
-    return [record for row in rows for record in matrix.of(row, check)]
+def _together(matrix: Matrix, rows: list[str], *checks: str) -> list[Record]:
+    return [record for row in rows for check in checks for record in matrix.of(row, check)]
 
 
 def _marks(records: list[Record]) -> str:
@@ -137,7 +138,8 @@ def _power(report: Summary) -> Iterable[str]:
         for power in report.power[: max(_POWER_ROWS, len(weak))]:
             warning = "**weak** " if power.weak else ""
             where = f"{markdown(case_id(power.record))} {markdown(power.record.dtype)}"
-            yield f"| {markdown(power.check)} | {warning}{times(power.times)} {markdown(power.fault)} | {where} | {power.faults} |"
+            fault = f"{warning}{times(power.times)} {markdown(power.fault)}"
+            yield f"| {markdown(power.check)} | {fault} | {where} | {power.faults} |"
         if rest := report.power[max(_POWER_ROWS, len(weak)) :]:
             yield f"| {plural(len(rest), 'more check')} | {times(rest[0].times)} or more | | |"
     if report.without_power and not report.power:
@@ -150,8 +152,11 @@ def _power(report: Summary) -> Iterable[str]:
 def _smoke(report: Summary) -> Iterable[str]:
     records = sorted(report.smoke, key=lambda record: record.outcome is Outcome.PASS)
     for record in records[:_SMOKE_ROWS]:
-        ratio = f", error ratio {figure(record.error_ratio)} (≤ {figure(record.bound)})" if record.error_ratio is not None else ""
-        text = markdown(shorten(one_line(record.message), _REASON_WIDTH))
-        yield f"- {MARKS[record.outcome].glyph} smoke {markdown(case_id(record))} {markdown(_variant(record))}{ratio}{': ' * bool(text)}{text}"
+        what = [f"{markdown(case_id(record))} {markdown(_variant(record))}"]
+        if record.error_ratio is not None:
+            what.append(f"error ratio {figure(record.error_ratio)} (≤ {figure(record.bound)})")
+        if record.message:
+            what.append(markdown(shorten(one_line(record.message), _REASON_WIDTH)))
+        yield f"- {MARKS[record.outcome].glyph} smoke {', '.join(what)}"
     if len(records) > _SMOKE_ROWS:
         yield f"- and {plural(len(records) - _SMOKE_ROWS, 'more smoke cell')} (gate.html has the texts and figures)"

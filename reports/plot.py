@@ -1,4 +1,4 @@
-"""An inline SVG of error against position on a log scale: noise floor as an area, bound as a dashed line, rows beyond it marked.
+"""An inline SVG of error against position, log scale: noise floor as an area, bound as a dashed line, rows beyond it marked.
 
 Everything in the SVG is a number or a literal of this module, so nothing needs escaping. Colours are the page's classes.
 """
@@ -6,7 +6,7 @@ Everything in the SVG is a number or a literal of this module, so nothing needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.records import Record
@@ -15,7 +15,8 @@ from reports.text import figure
 __all__ = ["error_plot"]
 
 _WIDTH, _HEIGHT = 640, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 60, 14, 24
+_BEYOND_ALL = 1e300  # drawn at the top edge, as is what is not a number
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 72, 14, 24
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class _Point:
 def error_plot(record: Record, points: int = 96) -> str:
     """SVG text, or "" where the record has no series to draw.
 
-    Rows of several schedules or sequences share the axis: at each position (at each of at most `points` steps of it) the row that
-    is furthest beyond its bound is drawn.
+    Rows of several schedules or sequences share the axis: at each position (or at each of at most `points` steps) the row
+    that is furthest beyond its bound is drawn.
     """
     worst = _worst_by_position(record, points)
-    values = [v for p in worst for v in (p.error, p.noise, p.bound) if math.isfinite(v) and v > 0]
+    values = [v for p in worst for v in (p.error, p.noise, p.bound) if 0 < v < _BEYOND_ALL]
     if not worst or not values:
         return ""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -56,7 +57,7 @@ def error_plot(record: Record, points: int = 96) -> str:
         return round(_LEFT + (position - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT))
 
     def y(value: float) -> int:
-        if math.isnan(value) or value == math.inf:
+        if math.isnan(value) or value >= _BEYOND_ALL:
             return _TOP
         level = math.log10(value) if value > 0 else low
         share = (min(max(level, low), high) - low) / (high - low)
@@ -68,14 +69,11 @@ def error_plot(record: Record, points: int = 96) -> str:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     step = max(1, math.ceil((high - low) / 5))
     grid = "".join(
-        f'<path d="M{_LEFT} {y(10.0**level)}H{right}"/><text x="{_LEFT - 6}" y="{y(10.0**level) + 4}" class="e">1e{level}</text>'
+        f'<path d="M{_LEFT} {y(10.0**level)}H{right}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(10.0**level) + 4}" class="e">1e{level}</text>'
         for level in range(low, high + 1, step)
     )
-    ticks = "".join(
-        f'<text x="{x(p)}" y="{_HEIGHT - 8}" class="m">{p:.0f}</text>'
-        for p in sorted({round(first + (last - first) * k / 4) for k in range(5)})
-        if first <= p <= last
-    )
+    ticks = "".join(f'<text x="{x(p)}" y="{_HEIGHT - 8}" class="m">{p:.0f}</text>' for p in _round_positions(first, last))
     noise = path([point.noise for point in worst])
     dots = "".join(f'<circle cx="{x(p.position)}" cy="{y(p.error)}" r="2.5"/>' for p in worst if p.beyond)
     end = worst[-1]
@@ -91,7 +89,7 @@ def error_plot(record: Record, points: int = 96) -> str:
         _first_bad(record, x, first, last, bottom),
         f'<text class="b" x="{right + 6}" y="{label_bound + 4}">bound</text>',
         f'<text class="n" x="{right + 6}" y="{label_noise + 4}">noise</text>',
-        f'<text class="m" x="{right + 6}" y="{_HEIGHT - 8}" style="text-anchor:start">position</text></svg>',
+        f'<text class="m" x="{right + 14}" y="{_HEIGHT - 8}" style="text-anchor:start">position</text></svg>',
     ]
     return "".join(parts)
 
@@ -118,7 +116,14 @@ def _keep_worst(chosen: dict[float, _Point], key: float, point: _Point) -> None:
         chosen[key] = point
 
 
-def _first_bad(record: Record, x, first: float, last: float, bottom: int) -> str:  # type: ignore[no-untyped-def]
+def _round_positions(first: float, last: float) -> list[int]:
+    """About six positions at steps of 1, 2 or 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(max((last - first) / 6, 1)))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 7 >= last - first)
+    return list(range(math.ceil(first / step) * step, math.floor(last) + 1, step))
+
+
+def _first_bad(record: Record, x: Callable[[float], int], first: float, last: float, bottom: int) -> str:
     position = record.first_bad_position
     if position is None or not first <= position <= last:
         return ""

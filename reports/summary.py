@@ -1,7 +1,7 @@
-"""What every report says, computed once: verdict, counts, worst figures, power, and the pivot of cells over cases, checks and builds.
+"""What every report says, computed once: verdict, counts, worst figures, power; and the pivot over cases, checks and builds.
 
-A `Summary` is made of one or more runs (record files). With several, each (run, target, build) is a *column*; a table of one run
-is the special case of one column, so that before/after tables are the same pivot.
+A `Summary` is made of one or more runs (record files). With several, each (run, target, build) is a *column*; a table of one
+run is the special case of one column, so that before/after tables are the same pivot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,23 @@ from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record
 from reports.text import plural
 
-__all__ = ["BAD", "MARKS", "POWER_WANTED", "Column", "DtypeFigures", "Mark", "Matrix", "Power", "Run", "Summary", "case_id", "environment", "is_smoke"]
+__all__ = [
+    "BAD",
+    "MARKS",
+    "POWER_WANTED",
+    "Column",
+    "DtypeFigures",
+    "Mark",
+    "Matrix",
+    "Power",
+    "Run",
+    "Summary",
+    "case_id",
+    "dtype_order",
+    "environment",
+    "is_smoke",
+    "power_of",
+]
 
 POWER_WANTED = 20.0  # a fault has to move the error by this many times the bound (design: Cases, Power)
 
@@ -50,9 +66,20 @@ def case_id(record: Record) -> str:
     return record.case if record.case.startswith(f"{record.family}/") else f"{record.family}/{record.case}"
 
 
+def dtype_order(dtype: str) -> tuple[int, str]:
+    """Sort key: the finest dtype first."""
+    return {"float32": 0, "bfloat16": 1, "float16": 2}.get(dtype, 3), dtype
+
+
 def is_smoke(record: Record) -> bool:
     """A run of a real checkpoint, with texts and speeds in `extra`, as against a cell with numbers only."""
     return record.check.startswith("smoke") or record.family == "smoke"
+
+
+def power_of(record: Record) -> list[tuple[float, str]]:
+    """(times the bound, fault), weakest first; a figure that is no number proves nothing and counts as 0."""
+    figures = ((value, fault) for fault, value in record.power.items())
+    return sorted((0.0 if value is None or math.isnan(value) else value, fault) for value, fault in figures)
 
 
 @dataclass(frozen=True)
@@ -62,6 +89,11 @@ class Run:
     header: Header
     records: tuple[Record, ...]
     name: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        """Time in cells, added up; with several jobs the clock on the wall shows less."""
+        return math.fsum(record.duration_s for record in self.records)
 
     @property
     def missing(self) -> int:
@@ -102,7 +134,7 @@ class Power:
 
     @property
     def weak(self) -> bool:
-        return not self.times >= POWER_WANTED
+        return self.times < POWER_WANTED
 
 
 @dataclass(frozen=True)
@@ -120,8 +152,8 @@ class Matrix:
 class Summary:
     """Everything that is said about one or more runs; a pure function of their headers and records.
 
-    A cell that one run recorded more than once (a resumed run) counts once, by its last record. The order of records in the file,
-    which depends on how the run was spread over processes, has no influence on any report.
+    A cell that one run recorded more than once (a resumed run) counts once, by its last record. The order of records in the
+    file, which depends on how the run was spread over processes, has no influence on any report.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -135,7 +167,12 @@ class Summary:
             for record in last.values():
                 self._run_of[id(record)] = index
                 records.append(record)
-        self.records = sorted(records, key=lambda r: (case_id(r), r.check, r.dtype, r.layout, self._run_of[id(r)], r.target, r.build))
+        self.records = sorted(
+            records, key=lambda r: (case_id(r), r.check, dtype_order(r.dtype), r.layout, self._run_of[id(r)], r.target, r.build)
+        )
+
+    def _place(self, r: Record) -> tuple[object, ...]:
+        return case_id(r), r.check, dtype_order(r.dtype), r.layout, self._run_of[id(r)], r.target, r.build, r.cell
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -204,7 +241,9 @@ class Summary:
             return f"no evidence: none of {total} passed{self._unfinished}"
         unsupported = self.counts.get(Outcome.UNSUPPORTED, 0)
         rest = f", {unsupported} unsupported" if unsupported else ""
-        return f"{plural(self.counts[Outcome.PASS], 'cell')} pass{'es' * (self.counts[Outcome.PASS] == 1)}{rest}{self._unfinished}"
+        return (
+            f"{plural(self.counts[Outcome.PASS], 'cell')} pass{'es' * (self.counts[Outcome.PASS] == 1)}{rest}{self._unfinished}"
+        )
 
     @property
     def _unfinished(self) -> str:
@@ -223,7 +262,6 @@ class Summary:
 
     @property
     def duration_s(self) -> float:
-        """Time in cells, added up; with several jobs the clock on the wall shows less."""
         return math.fsum(record.duration_s for record in self.records)
 
     @cached_property
@@ -232,7 +270,6 @@ class Summary:
         for record in self.records:
             if record.error_ratio is not None or record.noise_max is not None:
                 groups[record.dtype].append(record)
-        order = {"float32": 0, "bfloat16": 1, "float16": 2}
         return [
             DtypeFigures(
                 dtype,
@@ -241,26 +278,28 @@ class Summary:
                 max((r.noise_max for r in group if r.noise_max is not None), default=None),
                 max((r.noise_rmse for r in group if r.noise_rmse is not None), default=None),
             )
-            for dtype, group in sorted(groups.items(), key=lambda item: (order.get(item[0], 9), item[0]))
+            for dtype, group in sorted(groups.items(), key=lambda item: dtype_order(item[0]))
         ]
 
     @cached_property
     def ties(self) -> tuple[int, int]:
         """Rows where the greedy choice hangs within twice the allowed error, and all rows that were judged."""
-        return sum(r.verdicts.get("TIE", 0) for r in self.records), sum(sum(r.verdicts.values()) or r.rows for r in self.records)
+        return sum(r.verdicts.get("TIE", 0) for r in self.records), sum(
+            sum(r.verdicts.values()) or r.rows for r in self.records
+        )
 
     @cached_property
     def power(self) -> list[Power]:
         """The weakest fault of each check, weakest check first."""
         groups: dict[str, list[tuple[float, str, Record]]] = defaultdict(list)
         for record in self.records:
-            for fault, value in record.power.items():
+            for value, fault in power_of(record):
                 groups[record.check].append((value, fault, record))
         found = []
         for check, entries in groups.items():
-            value, fault, record = min(entries, key=lambda entry: (-math.inf if math.isnan(entry[0]) else entry[0], entry[1]))
+            value, fault, record = min(entries, key=lambda entry: (entry[0], entry[1]))
             found.append(Power(check, fault, value, record, len({name for _, name, _ in entries})))
-        return sorted(found, key=lambda power: (-math.inf if math.isnan(power.times) else power.times, power.check))
+        return sorted(found, key=lambda power: (power.times, power.check))
 
     @property
     def without_power(self) -> list[str]:

@@ -16,7 +16,6 @@ from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +32,7 @@ _PLAIN_WIDTH = 120
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """A console on `file` (stdout). Markup in texts is never obeyed; away from a terminal there are no colours and no cursor."""
+    """A console on `file` (stdout). Markup in texts is never obeyed; away from a terminal there is no colour and no cursor."""
     stream = file or sys.stdout
     if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
         stream.reconfigure(errors="replace")  # a mark that the encoding lacks is no reason to lose a report
@@ -97,7 +96,7 @@ class Progress:
     def _tally(self) -> Text:
         parts = [Text(f"{MARKS[o].glyph} {self._counts[o]} {o}", MARKS[o].style) for o in MARKS if self._counts[o]]
         parts.append(Text(duration(self._clock() - self._start), "dim"))
-        return Text(" · ", "dim").join(parts)
+        return _dotted(parts)
 
     def _block(self) -> RenderableType:
         now = self._clock()
@@ -126,71 +125,63 @@ def summary(
     elapsed_s: time on the clock, where the caller knows it; the records only know the time in cells.
     """
     console = console or make_console()
-    out: list[RenderableType] = []
+    out: list[Text] = []
     attention = report.bad + report.of(Outcome.FLAKE)
     compact = len(attention) > _FULL_FAILURES
     for record in attention:
-        out += _failure(report, record, compact)
+        out += _failure(report, record, compact, console.width)
     if compact:
         out.append(Text(""))
     for outcome, reason, records in report.reasons(Outcome.INFRA):
-        out += [_marked(outcome, f"{plural(len(records), 'cell')}  {one_line(reason) or MARKS[outcome].meaning}"), Text("")]
-    out += _verdict(report, elapsed_s)
-    facts = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        facts.add_column(overflow="fold")
-    facts.columns[0].style = "dim"
-    for row in _facts(report, files):
-        facts.add_row(*row)
-    if facts.row_count:
-        out += [Text(""), Padding(facts, (0, 2))]
+        mark = MARKS[outcome]
+        what = f" {plural(len(records), 'cell')} {outcome}: {one_line(reason) or mark.meaning}"
+        out += [Text.assemble("  ", (mark.glyph, mark.style), what), Text("")]
+    out += [*_verdict(report, elapsed_s), Text(""), *_facts(report, files, console.width - 1)]
     console.print()
-    for item in out:
-        _print(console, item)
+    for text in out:
+        _print(console, text)
     console.print()
 
 
-def _failure(report: Summary, record: Record, compact: bool) -> list[RenderableType]:
+def _failure(report: Summary, record: Record, compact: bool, width: int) -> list[Text]:
     headline = _headline(record)
     if len(report.columns) > 1:
-        headline.append("  ").append(one_line(report.column(record)), "cyan")
-    numbers = _numbers(record)
-    replay = Text("    ").append(one_line(record.replay), "bold") if record.replay else None
+        headline.append(f"  {one_line(report.column(record))}", "cyan")
+    numbers = _dotted(_numbers(record, compact))
+    replay = [Text(f"    {one_line(record.replay)}")] if record.replay else []
+    if compact and numbers and headline.cell_len + numbers.cell_len + 2 < width:
+        return [headline.append("  ").append_text(numbers), *replay]
+    block = [headline, *([Text("    ").append_text(numbers)] if numbers else [])]
     if compact:
-        return [headline, *([replay] if replay else [])]
-    block: list[RenderableType] = [headline]
-    if numbers:
-        block.append(Text("    ") + Text(" · ").join(numbers))
+        return block + replay
     if record.message and (record.outcome is not Outcome.FAIL or record.first_bad_position is None):
-        block.append(Text("    ").append(one_line(record.message)))
-    tail = lines(record.detail)[-1:] if record.outcome in (Outcome.ERROR, Outcome.CRASH, Outcome.TIMEOUT) else []
-    if tail and one_line(tail[0]) not in one_line(record.message):
-        block.append(Text("    ").append(one_line(tail[0]), "dim"))
-    return [*block, *([replay] if replay else []), Text("")]
+        block.append(Text(f"    {one_line(record.message)}"))
+    tail = one_line((lines(record.detail) or [""])[-1])
+    if record.outcome in (Outcome.ERROR, Outcome.CRASH, Outcome.TIMEOUT) and tail and tail not in one_line(record.message):
+        block.append(Text(f"    {tail}", "dim"))
+    return [*block, *replay, Text("")]
 
 
 def _headline(record: Record) -> Text:
     """Mark, case, check, dtype: enough to know which cell it is without its full id."""
-    text = _marked(record.outcome, f"{case_id(record)}  ")
-    text.append(one_line(record.check), "bold").append(f"  {one_line(record.dtype)}", "dim")
-    if record.layout not in ("", "dense"):
-        text.append(f" {one_line(record.layout)}", "dim")
+    mark = MARKS[record.outcome]
+    text = Text.assemble("  ", (mark.glyph, mark.style), f" {one_line(case_id(record))}  ", (one_line(record.check), "bold"))
+    layout = f" {record.layout}" if record.layout not in ("", "dense") else ""
+    text.append(f"  {one_line(record.dtype + layout)}", "dim")
     if record.outcome is not Outcome.FAIL:
-        text.append(f"  {record.outcome}", MARKS[record.outcome].style)
+        text.append(f"  {record.outcome}", mark.style)
     return text
 
 
-def _marked(outcome: Outcome, text: str) -> Text:
-    return Text.assemble("  ", (MARKS[outcome].glyph, MARKS[outcome].style), " ", one_line(text) + " " * text.endswith("  ") * 2)
-
-
-def _numbers(record: Record) -> list[Text]:
+def _numbers(record: Record, compact: bool = False) -> list[Text]:
     parts = []
     if record.first_bad_position is not None:
-        parts.append(Text.assemble("first bad position ", (str(record.first_bad_position), "bold")))
+        parts.append(Text.assemble("position " if compact else "first bad position ", (str(record.first_bad_position), "bold")))
     if record.error_ratio is not None:
         bound = f" (bound {figure(record.bound)})" if record.bound is not None else ""
         parts.append(Text.assemble("error ratio ", (figure(record.error_ratio), "bold"), bound))
+    if compact:
+        return parts
     token = record.first_bad_token or {}
     if "expected" in token and "got" in token:
         parts.append(Text(f"token {one_line(str(token['expected']))} expected, {one_line(str(token['got']))} got"))
@@ -199,70 +190,87 @@ def _numbers(record: Record) -> list[Text]:
     return parts
 
 
-def _verdict(report: Summary, elapsed_s: float | None) -> list[RenderableType]:
+def _verdict(report: Summary, elapsed_s: float | None) -> list[Text]:
     mark = MARKS[report.outcome]
     style = mark.style if report.outcome is not Outcome.PASS else "bold green"
     spent = duration(elapsed_s) if elapsed_s is not None else f"{duration(report.duration_s)} in cells"
-    head: list[RenderableType] = [Text.assemble("  ", (f"{mark.glyph} {report.verdict}", style), ("  ", ""), (spent, "dim"))]
+    head = [Text.assemble("  ", (f"{mark.glyph} {report.verdict}", style), ("  ", ""), (spent, "dim"))]
     if len(report.counts) > 1:
-        counts = Text(" · ", "dim").join([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
+        counts = _dotted([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
         head.append(Text("    ") + counts)
     return head
 
 
-def _facts(report: Summary, files: Iterable[Path | str]) -> Iterable[Sequence[RenderableType]]:
-    if report.bad:
-        pattern = [f"{one_line(check)} {red}/{total}" for check, red, total in report.bad_by_check]
-        yield "wrong in", Text(pattern[0]), Text("")
-        for entry in pattern[1:6]:
-            yield "", Text(entry), Text("")
-        if len(pattern) > 6:
-            yield "", Text(f"and {plural(len(pattern) - 6, 'more check')}", "dim"), Text("")
-    for index, dtype in enumerate(report.dtypes):
-        yield ("error" if index == 0 else ""), *_error_fact(dtype)
+def _facts(report: Summary, files: Iterable[Path | str], width: int) -> Iterable[Text]:
+    """Label and text; what says where a figure comes from is cut to the width, all else is whole."""
+    pattern = [(one_line(check), f"{red}/{total}") for check, red, total in report.bad_by_check]
+    yield from _block("wrong in", [Text(f"{share:>7}  {check}") for check, share in pattern[:6]], width)
+    if len(pattern) > 6:
+        yield _labelled("", Text(f"         and {plural(len(pattern) - 6, 'more check')}", "dim"))
+    yield from _block("error", _error_facts(report.dtypes), width)
     ties, rows = report.ties
     if rows:
-        yield "ties", Text(f"{ties} of {plural(rows, 'row')}"), Text("")
+        yield _labelled("ties", Text(f"{ties} of {plural(rows, 'row')}"))
     if report.power:
-        yield "power", *_power_fact(report.power[0])
-    if report.without_power:
-        missing = report.without_power
-        yield "", Text(f"none on {plural(len(missing), 'check')}", "yellow"), Text(shorten(", ".join(missing), 60), "dim")
-    for record in report.smoke:
-        yield "smoke", Text(f"{MARKS[record.outcome].glyph} {record.outcome}", MARKS[record.outcome].style), _smoke_fact(record)
+        yield from _block("power", [_power_fact(report.power[0])], width)
+    if missing := report.without_power:
+        fact = Text(f"no fault planted on {plural(len(missing), 'check')}", "yellow").append(f"  {', '.join(missing)}", "dim")
+        yield from _block("" if report.power else "power", [fact], width)
+    yield from _block("smoke", [fact for record in report.smoke for fact in _smoke_facts(record)], width)
     for outcome, reason, records in report.reasons(Outcome.UNSUPPORTED)[:3]:
-        yield str(outcome), Text(plural(len(records), "cell")), Text(one_line(reason), "dim")
+        fact = Text(f"{plural(len(records), 'cell')} {outcome}").append(f"  {one_line(reason)}", "dim")
+        yield from _block(MARKS[outcome].glyph, [fact], width)
     for run in report.runs:
         for note in run.header.notes:
-            yield "note", Text(one_line(note), "yellow"), Text("")
-    shown = [str(path) for path in files]
-    if shown:
-        yield "reports", Text("\n".join(shown)), Text("")
+            yield _labelled("note", Text(one_line(note), "yellow"))
+    for index, path in enumerate(files):
+        yield _labelled("" if index else "reports", Text(str(path)))
 
 
-def _error_fact(figures: DtypeFigures) -> tuple[Text, Text]:
-    worst = figures.worst
-    noise = f"noise floor {figure(figures.noise_max)} max, {figure(figures.noise_rmse)} rmse"
-    if worst is None:
-        return Text(one_line(figures.dtype)), Text(noise, "dim")
-    beyond = worst.bound is not None and not (worst.error_ratio or 0.0) <= worst.bound
-    ratio = f"{one_line(figures.dtype)}  {figure(worst.error_ratio)} of {figure(worst.bound)}"
-    return Text(ratio, "red" if beyond else ""), Text(f"{case_id(worst)} {one_line(worst.check)} · {noise}", "dim")
+def _block(label: str, facts: Iterable[Text], width: int) -> Iterable[Text]:
+    for index, fact in enumerate(facts):
+        line = _labelled("" if index else label, fact)
+        line.truncate(width, overflow="ellipsis")
+        yield line
 
 
-def _power_fact(power: Power) -> tuple[Text, Text]:
-    wanted = f", below the {POWER_WANTED:.0f}× it should reach" if power.weak else ""
-    where = f"{one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}"
-    return Text(f"weakest {times(power.times)} the bound{wanted}", "yellow" if power.weak else ""), Text(where, "dim")
+def _labelled(label: str, fact: Text) -> Text:
+    return Text.assemble((f"  {label:<9} ", "dim"), fact)
 
 
-def _smoke_fact(record: Record) -> Text:
-    parts = [case_id(record), record.dtype]
-    if record.error_ratio is not None:
-        parts.append(f"error ratio {figure(record.error_ratio)} of {figure(record.bound)}")
+def _error_facts(figures: Sequence[DtypeFigures]) -> Iterable[Text]:
+    """Worst error ratio against its bound, and the noise floor that it is measured with, by dtype."""
+    names = [one_line(entry.dtype) for entry in figures]
+    ratios = [f"{figure(e.worst.error_ratio)} of {figure(e.worst.bound)}" if e.worst else "" for e in figures]
+    noises = [f"noise floor {figure(entry.noise_max)}" for entry in figures]
+    for entry, name, ratio, noise in zip(figures, names, ratios, noises, strict=True):
+        worst = entry.worst
+        beyond = worst is not None and worst.bound is not None and not (worst.error_ratio or 0.0) <= worst.bound
+        line = Text(f"{name:<{max(map(len, names))}}  ").append(f"{ratio:<{max(map(len, ratios))}}", "red" if beyond else "")
+        where = f"  {case_id(worst)} {worst.check}" if worst else ""
+        yield line.append(f"  {noise:<{max(map(len, noises))}}", "dim").append(one_line(where).rjust(len(where)), "dim")
+
+
+def _power_fact(power: Power) -> Text:
+    text = Text(f"weakest {times(power.times)} the bound", "yellow" if power.weak else "")
+    if power.weak:
+        text.append(f", at least {POWER_WANTED:.0f}× is wanted", "yellow")
+    return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
+
+
+def _smoke_facts(record: Record) -> Iterable[Text]:
+    mark = MARKS[record.outcome]
+    ratio = f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}" if record.error_ratio is not None else ""
+    yield Text.assemble((mark.glyph, mark.style), f" {one_line(case_id(record))} {one_line(record.dtype)}{ratio}")
     if record.message:
-        parts.append(record.message)
-    return Text(one_line(" · ".join(part for part in parts if part)), "dim")
+        yield Text(f"  {one_line(record.message)}", "dim")
+
+
+def _dotted(parts: Iterable[Text]) -> Text:
+    text = Text()
+    for index, part in enumerate(parts):
+        text.append(" · " * (index > 0), "dim").append_text(part)
+    return text
 
 
 def _fit(text: Text, console: Console) -> Text:
@@ -270,6 +278,6 @@ def _fit(text: Text, console: Console) -> Text:
     return text
 
 
-def _print(console: Console, item: RenderableType) -> None:
-    """Texts are not wrapped by us, so that a command can be copied whole; tables are."""
-    console.print(item, soft_wrap=isinstance(item, Text))
+def _print(console: Console, text: Text) -> None:
+    """Lines are not broken by us, so that a command can be copied whole."""
+    console.print(text, soft_wrap=True)

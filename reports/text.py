@@ -15,6 +15,9 @@ _INVISIBLE = re.compile(
 )
 
 
+_BEYOND_ALL = 1e300  # record files have no infinities: they stand there as the largest finite number
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
@@ -45,12 +48,13 @@ def shorten(text: str, width: int) -> str:
 
 def markdown(text: str) -> str:
     """Text for a cell of a GitHub table or a paragraph: nothing in it is markup, HTML, a mention or a line break."""
-    escaped = html.escape(one_line(text), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~@$])", lambda match: f"&#{ord(match.group())};", escaped)
+    escaped = re.sub(r"([\\`*\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
+    escaped = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)  # between letters an underscore is only a letter
+    return escaped.replace("@", "&#64;")
 
 
 def code_span(text: str, *, table: bool = True) -> str:
-    """An inline code span; its fence is longer than any run of backticks inside. In a table `|` has to be escaped even there."""
+    """An inline code span; its fence is longer than any run of backticks inside. In a table `|` is escaped even there."""
     text = one_line(text) or " "
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     padding = " " if text.startswith("`") or text.endswith("`") else ""
@@ -58,11 +62,13 @@ def code_span(text: str, *, table: bool = True) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Three significant digits: 0, 1.31, 812, 3.1e-6, 4.2e12, nan, inf; an en dash for None."""
+    """Three significant digits: 0, 1.31, 812, 3.1e-6, 4.2e12, nan, ∞; an en dash for None."""
     if value is None:
         return "–"
-    if not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if math.isnan(value):
+        return "nan"
+    if abs(value) >= _BEYOND_ALL:
+        return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
@@ -73,7 +79,7 @@ def figure(value: float | None) -> str:
 
 def times(value: float | None) -> str:
     """A factor: 61×, 4.2e6×."""
-    return figure(value) + ("×" if value is not None and math.isfinite(value) else "")
+    return figure(value) + ("×" if value is not None and not math.isnan(value) else "")
 
 
 def duration(seconds: float) -> str:
@@ -91,5 +97,3 @@ def duration(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """1 cell, 2 cells."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
