@@ -57,7 +57,9 @@ class Fields:
         if not isinstance(value, str):
             raise self.error(name, "must be a name")
         if value not in known:
-            raise Refused(f"config field {self.prefix}{name} = {_shown(value)} is not supported (supported: {', '.join(known)})")
+            raise Refused(
+                f"config field {self.prefix}{name} = {_shown(value)} is not supported (supported: {', '.join(known)})"
+            )
         return value
 
     def section(self, name: str) -> Fields:

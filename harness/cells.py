@@ -21,12 +21,12 @@ from harness.target import Target
 
 __all__ = [
     "DTYPES", "Cell", "Selection", "SelectionError", "Subject", "cell_id_of", "Matrix", "checkpoint_subjects", "checks_in",
-    "refusal", "subjects",
+    "parse_cell_id", "refusal", "subjects", "unknown",
 ]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_CONFIG_BYTES = 16 * 2**20
-_CELL = re.compile(r"[^:\[\]]+::[^:\[\]/]+/[^:\[\]]+::[^:\[\]]+\[[a-z0-9_]+,[a-z0-9_]+\]\Z")
+_CELL = re.compile(r"([^:\[\]]+)::([^:\[\]/]+/[^:\[\]]+)::([^:\[\]]+)\[([a-z0-9_]+),([a-z0-9_]+)\]\Z")
 
 
 class SelectionError(ValueError):
@@ -77,6 +77,15 @@ def cell_id_of(nodeid: str) -> str | None:
     return cell if len(parts) > 3 and _CELL.match(cell) else None
 
 
+def parse_cell_id(text: str) -> tuple[str, str, str, str, str]:
+    """Target, case, check, dtype and layout; raises SelectionError."""
+    match = _CELL.match(text)
+    if match is None:
+        raise SelectionError(f"{text!r} is no cell; a cell reads target::family/case::check[dtype,layout]")
+    target, case, check, dtype, layout = match.groups()
+    return target, case, check, dtype, layout
+
+
 @dataclass(frozen=True)
 class Selection:
     """Empty: everything."""
@@ -87,25 +96,28 @@ class Selection:
     dtypes: Collection[str] = ()
     layouts: Collection[str] = ()
 
-    def validate(self, known: Iterable[Case], checks: Iterable[str] | None = None) -> None:
+    def validate(self, known: Iterable[Case]) -> None:
         """Raise SelectionError, with near matches, for names that there are not."""
         known = list(known)
         _validate("family", self.families, {case.family for case in known})
         _validate("case", self.cases, {case.id for case in known})
         _validate("dtype", self.dtypes, set(DTYPES))
         _validate("layout", self.layouts, {layout for case in known for layout in case.layouts})
-        if checks is not None:
-            _validate("check", self.checks, set(checks))
 
     def has_case(self, case: Case) -> bool:
         return (not self.families or case.family in self.families) and (not self.cases or case.id in self.cases)
 
 
+def unknown(kind: str, name: str, known: Collection[str]) -> str:
+    """An error text with the near matches of a name that there is not."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:12]
+    return f"unknown {kind} {name!r}; {'near' if near else 'there is none'}: {', '.join(near)}".removesuffix(": ")
+
+
 def _validate(kind: str, names: Iterable[str], known: set[str]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:12]
-            raise SelectionError(f"unknown {kind} {name!r}; near: {', '.join(near)}")
+            raise SelectionError(unknown(kind, name, known))
 
 
 @dataclass(frozen=True)

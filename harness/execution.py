@@ -24,7 +24,7 @@ from harness.replay import Plan, Replay
 from harness.target import Target
 from harness.targets import resolve
 from harness.tokens import special_ids
-from harness.verdict import Verdict, judge
+from harness.verdict import JudgedRow, Verdict, judge
 from harness.worker import Job, Ran, one_line
 
 __all__ = ["POWER", "Checkpoints", "Execution"]
@@ -108,6 +108,10 @@ class Execution:
                 pending.known = _broken("the cell could not be prepared", error)
 
     def record(self, cell: Cell) -> Record:
+        return self.record_with_rows(cell)[0]
+
+    def record_with_rows(self, cell: Cell) -> tuple[Record, list[JudgedRow]]:
+        """The record, and every row as it was judged; no rows where the cell did not get that far."""
         self.submit(cell)
         pending = self._pending.pop(cell.id)
         ran = pending.known or self.isolation.result(pending.nonce)
@@ -128,13 +132,14 @@ class Execution:
             seed=self.seed,
             replay=cell.replay_command(self.seed),
         )
+        rows: list[JudgedRow] = []
         if ran.outcome is None:
             try:
-                self._judge(pending, ran, record)
+                rows = self._judge(pending, ran, record)
             except Exception as error:
                 broken = _broken("the cell could not be judged", error)
                 record.outcome, record.message, record.detail = Outcome.ERROR, broken.message, broken.detail
-        return record
+        return record, rows
 
     def _prepare(self, pending: _Pending) -> None:
         cell = pending.cell
@@ -166,7 +171,7 @@ class Execution:
             self._targets[spec] = resolve(spec)
         return self._targets[spec]
 
-    def _judge(self, pending: _Pending, ran: Ran, record: Record) -> None:
+    def _judge(self, pending: _Pending, ran: Ran, record: Record) -> list[JudgedRow]:
         cell = pending.cell
         oracle = self._checkpoints.oracle(cell.subject)
         verdict = judge(ran.replays, pending.plans, oracle, cell.dtype, repeats=cell.check.repeats)
@@ -189,6 +194,7 @@ class Execution:
             ]
             if idle or weak:
                 record.outcome, record.message = Outcome.VACUOUS, "; ".join(idle + weak)
+        return verdict.judged
 
 
 def _power(broken: Verdict) -> float:

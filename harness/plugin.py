@@ -14,6 +14,7 @@ Records travel to the controller inside reports, so that a run by pytest-xdist w
 from __future__ import annotations
 
 import random
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from harness.outcomes import Outcome
 from harness.provenance import header
 from harness.target import Target
 from harness.targets import TargetError, resolve
-from harness.worker import Build, Describe
+from harness.worker import Build, BuildError, Describe
 
 if TYPE_CHECKING:
     from harness.execution import Execution
@@ -36,6 +37,20 @@ if TYPE_CHECKING:
 __all__ = ["CellItem", "Gate", "gate_of"]
 
 _GATE = pytest.StashKey["Gate"]()
+
+
+class Hooks:
+    """Hooks for whoever shows a run while it goes on; they are called in the controller."""
+
+    def pytest_gate_start(self, selected: int) -> None:
+        """The cells are known, none has begun."""
+
+    def pytest_gate_record(self, record: records.Record) -> None:
+        """A cell has ended, and its record is on disk where there is a record file."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(Hooks)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,6 +86,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     gate = config.stash[_GATE] = Gate(config)
     config.pluginmanager.register(gate, "decodegate-gate")
+    if any(getattr(config.option, f"gate_{name}") for name in ("target", "checkpoint", "family", "case", "dtype", "layout")):
+        gate.matrices  # noqa: B018  a name that leads nowhere is said before anything is collected
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -95,8 +112,12 @@ class Gate:
         )
         self.build = _build(option.gate_build)
         self._matrices: list[Matrix] | None = None
+        self._isolation: Isolation | None = None
         self._execution: Execution | None = None
         self._writer: records.Writer | None = None
+        self._started = False
+        self.collected: set[str] = set()  # names of the checks that were found
+        self.further = 0  # records that the caller appends when the cells are done, for the header's `selected`
 
     @property
     def targets(self) -> dict[str, Target]:
@@ -119,58 +140,67 @@ class Gate:
     def is_controller(self) -> bool:
         return not hasattr(self.config, "workerinput")
 
+    @property
     def isolation(self) -> Isolation:
-        option = self.config.option
-        workers = getattr(self.config, "workerinput", {}).get("workercount", 1)
-        return Isolation(
-            self.build,
-            timeout_s=option.gate_timeout,
-            threads=default_threads(workers),
-            memory_bytes=int(option.gate_memory * 2**30) if option.gate_memory else default_memory_bytes(workers),
-            fresh_process=option.gate_isolate == "cell",
-        )
-
-    def start(self, selected: int) -> None:
-        """Begin the record file, whose header says what each target says of itself; a worker is asked, never this process."""
-        if self._writer is None and self.config.option.gate_record is not None:
-            with self.isolation() as isolation:
-                asked = {spec: isolation.submit(Describe(f"environment of {spec}", spec)) for spec in self.targets}
-                environment = {self.targets[spec].name: isolation.result(nonce).environment for spec, nonce in asked.items()}
-            command = " ".join(["pytest", *self.config.invocation_params.args])
-            flags = {"gate_isolate": self.config.option.gate_isolate, "gate_shuffle": str(self.config.option.gate_shuffle)}
-            self._writer = records.Writer(
-                self.config.option.gate_record, header(command, self.seed, selected, environment, flags)
+        if self._isolation is None:
+            option = self.config.option
+            workers = getattr(self.config, "workerinput", {}).get("workercount", 1)
+            self._isolation = Isolation(
+                self.build,
+                timeout_s=option.gate_timeout,
+                threads=default_threads(workers),
+                memory_bytes=int(option.gate_memory * 2**30) if option.gate_memory else default_memory_bytes(workers),
+                fresh_process=option.gate_isolate == "cell",
             )
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        line = getattr(report, "gate_record", None)
-        if line is not None and self._writer is not None:
-            self._writer.write(records.decode(line))
+        return self._isolation
 
     @property
     def execution(self) -> Execution:
         if self._execution is None:
-            isolation = self.isolation()
-            isolation.start()  # it loads the engine while this process loads the oracle
+            self.isolation.start()  # it loads the engine while this process loads the oracle
             from harness.execution import Execution
 
-            self._execution = Execution(isolation, self.seed)
+            self._execution = Execution(self.isolation, self.seed)
         return self._execution
+
+    def start(self, selected: int, *, runs_here: bool) -> None:
+        """Begin the record file, whose header says what each target says of itself; a worker is asked, never this process."""
+        if self._started:
+            return
+        self._started = True
+        if self.config.option.gate_record is not None:
+            asked = {spec: self.isolation.submit(Describe(f"environment of {spec}", spec)) for spec in self.targets}
+            if runs_here:
+                self.execution  # noqa: B018  loads the oracle while the worker loads the targets
+            environment = {self.targets[spec].name: self.isolation.result(nonce).environment for spec, nonce in asked.items()}
+            command = shlex.join(["pytest", *map(str, self.config.invocation_params.args)])
+            flags = {"gate_isolate": self.config.option.gate_isolate, "gate_shuffle": str(self.config.option.gate_shuffle)}
+            head = header(command, self.seed, selected + self.further, environment, flags)
+            self._writer = records.Writer(self.config.option.gate_record, head)
+        self.config.hook.pytest_gate_start(selected=selected)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        line = getattr(report, "gate_record", None)
+        if line is not None and self.is_controller:
+            record = records.decode(line)
+            if self._writer is not None:
+                self._writer.write(record)
+            self.config.hook.pytest_gate_record(record=record)
 
     def close(self) -> None:
         if self._execution is not None:
             self._execution.close()
+        if self._isolation is not None:
+            self._isolation.close()
         if self._writer is not None:
             self._writer.close()
 
 
 def _build(option: str | None) -> Build:
-    if option is None:
-        return Build()
-    name, equals, directory = option.partition("=")
-    if not (name and equals and Path(directory).is_dir()):
-        raise pytest.UsageError(f"--gate-build takes NAME=DIR with a directory that exists (got {option!r})")
-    return Build(name, Path(directory).resolve())
+    try:
+        return Build() if option is None else Build.parse(option)
+    except BuildError as error:
+        raise pytest.UsageError(f"--gate-build: {error}") from None
 
 
 class CellFailed(Exception):
@@ -236,7 +266,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     if not isinstance(obj, Check):
         return None
     nodes = []
-    for matrix in gate_of(collector.config).matrices:
+    gate = gate_of(collector.config)
+    gate.collected.add(obj.name)
+    for matrix in gate.matrices:
         node: TargetNode = TargetNode.from_parent(collector, name=matrix.target.name)
         node.check, node.matrix = obj, matrix
         nodes.append(node)
@@ -247,6 +279,10 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop what is not selected, and bring the cells into an order in which a worker keeps its model."""
     gate = gate_of(config)
+    if gate.is_controller:
+        unknown = [name for name in gate.selection.checks if name not in gate.collected]
+        if unknown:
+            raise pytest.UsageError(cells.unknown("check", unknown[0], gate.collected))
     found = [item for item in items if isinstance(item, CellItem)]
     unique = {item.cell.id: item for item in reversed(found)}  # a check that two modules import is one check
     keep = set(_rerun(config.option.gate_rerun_failed, unique)) if config.option.gate_rerun_failed else set(unique)
@@ -279,14 +315,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gate = gate_of(session.config)
     selected = sum(isinstance(item, CellItem) for item in session.items)
     if gate.is_controller and selected and not session.config.option.collectonly:
-        gate.start(selected)
+        gate.start(selected, runs_here=True)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     selected = sum(cell_id_of(nodeid) is not None for nodeid in ids)
     if selected:
-        gate_of(node.config).start(selected)
+        gate_of(node.config).start(selected, runs_here=False)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -92,10 +92,12 @@ class Writer:
     A killed run leaves at most one torn line, the last, which `load` drops.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: Header | None) -> None:
+        """Begins a new file with the header; with None, goes on with a file that has one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
-        self._line(header)
+        self._file = path.open("w" if header else "a", encoding="utf-8")
+        if header:
+            self._line(header)
 
     def write(self, record: Record) -> None:
         self._line(record)

@@ -27,12 +27,16 @@ from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
 from harness.targets import resolve
 
-__all__ = ["MEMORY_EXIT", "Build", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
+__all__ = ["MEMORY_EXIT", "Build", "BuildError", "Describe", "Job", "Ran", "Setup", "Started", "proof", "serve"]
 
 MEMORY_EXIT = 86  # exit status of a worker that outgrew its memory limit
 MAX_LOG_BYTES = 8 * 2**20  # of one cell's standard output and error; a target that prints without end fills no disk
 WATCH_S = 0.2
 KEPT_MODELS = 2  # cells are ordered by case, dtype and layout, so one model serves many; two for a shuffled neighbour
+
+
+class BuildError(ValueError):
+    """A text that names no build."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,14 @@ class Build:
 
     name: str = "tree"
     directory: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Build:
+        """`NAME=DIR`; raises BuildError."""
+        name, _, directory = text.partition("=")
+        if not name or not directory or not Path(directory).is_dir():
+            raise BuildError(f"a build is NAME=DIR with a directory that is there (got {text!r})")
+        return cls(name, Path(directory).resolve())
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class _Reader:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def string(self, what: str, limit: int = MAX_STRING_BYTES) -> str:
-        length = self.number("<Q", what)
+        length = int.from_bytes(self.take(8, what), "little")
         if length > limit:
             raise CheckpointError(f"{self.name}: {what} is text of {length} bytes, the limit is {limit}")
         try:

@@ -48,7 +48,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     spans: list[tuple[int, int, str]] = []
     headers: dict[str, TensorHeader] = {}
     for name, entry in entries.items():
-        headers[name], begin, end = _entry(path, name, entry, 8 + length)
+        headers[name], begin, end = _entry(path, name, entry, 8 + length, size)
         spans.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(spans):
@@ -64,7 +64,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[TensorHeader, int, int]:
+def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[TensorHeader, int, int]:
     where = f"{path.name}: tensor {shown(name)}"
     if not name or len(name) > MAX_NAME:
         raise CheckpointError(f"{where}: a name must have 1 to {MAX_NAME} characters")
@@ -81,4 +81,6 @@ def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[TensorHeader, 
     begin, end = offsets
     if end < begin or 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
         raise CheckpointError(f"{where}: data_offsets {shown(offsets)} do not hold {dtype} of shape {shown(shape)}")
+    if data + end > size:
+        raise CheckpointError(f"{where} ends at byte {data + end} and the file has {size}; it is cut off: download it again")
     return TensorHeader(name, dtype, tuple(shape), path, data + begin, end - begin), begin, end

@@ -86,7 +86,9 @@ def _from_section(fields: Fields, rope: Fields, default_theta: float) -> RopeCon
         high = rope.number("high_freq_factor", 1e-6, 1e6)
         if low >= high:
             raise rope.error("low_freq_factor", f"must be less than high_freq_factor {high:g}")
-        return RopeConfig(rope_type, theta, rope.number("factor", 1.0, 1e6), original, low_freq_factor=low, high_freq_factor=high)
+        return RopeConfig(
+            rope_type, theta, rope.number("factor", 1.0, 1e6), original, low_freq_factor=low, high_freq_factor=high
+        )
     if not rope.has("factor") and longest is not None:
         factor = max(1.0, longest / original)
     else:

@@ -6,6 +6,7 @@ as in Hugging Face checkpoints of model_type `llama`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from engine.layers.weights import Weights
 from engine.state import KVState, Span, State
 from engine.state.span import positions
 
-__all__ = ["Config", "Model", "parameters"]
+__all__ = ["Config", "Model", "duplicates", "ignored", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,19 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def duplicates(config: Config) -> dict[str, str]:
+    """Names under which a file may hold a copy of a parameter: some published tied checkpoints repeat the embedding."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+
+_ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq\Z")
+
+
+def ignored(name: str) -> bool:
+    """Tensors of published files that are no parameters: rotary tables, which follow from the config."""
+    return _ROTARY_TABLE.match(name) is not None
+
+
 class Attention:
     def __init__(self, config: Config, weights: Weights, slot: int) -> None:
         self.head_dim = config.head_dim
@@ -186,5 +200,5 @@ class Model:
         for layer in self.layers:
             x = layer(x, cos, sin, spans)
         if rows is not None:
-            x = x[mx.array(rows, dtype=mx.int32)]
+            x = x[mx.array(list(rows), dtype=mx.int32)]
         return self.norm(x) @ self.lm_head.T

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-
-from engine.state.state import State
 
 __all__ = ["Span", "positions"]
 
@@ -22,7 +21,7 @@ class Span:
     start: int
     length: int
     offset: int
-    slots: list[State]
+    slots: list[Any]  # of State; their `append` differs by kind
 
     @property
     def stop(self) -> int:
