@@ -198,8 +198,11 @@ class Execution:
 
 
 def _power(broken: Verdict) -> float:
-    """How many times the bound the error is; infinite where rows are missing or not finite."""
-    return broken.error_ratio / broken.bound if broken.error_ratio is not None and broken.bound else math.inf
+    """How many times the bound the fault is: the error, or how far below the top a chosen token is. Infinite where rows are
+    missing or not finite."""
+    if broken.error_ratio is None or broken.bound is None:
+        return math.inf
+    return max(broken.error_ratio / broken.bound, *(row.deficit / (2 * row.allowed) for row in broken.judged))
 
 
 def _counters(replays: Sequence[Replay]) -> dict[str, int]:

@@ -117,6 +117,7 @@ class Gate:
         self._writer: records.Writer | None = None
         self._started = False
         self.collected: set[str] = set()  # names of the checks that were found
+        self.command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
         self.further = 0  # records that the caller appends when the cells are done, for the header's `selected`
 
     @property
@@ -173,9 +174,8 @@ class Gate:
             if runs_here:
                 self.execution  # noqa: B018  loads the oracle while the worker loads the targets
             environment = {self.targets[spec].name: self.isolation.result(nonce).environment for spec, nonce in asked.items()}
-            command = shlex.join(["pytest", *map(str, self.config.invocation_params.args)])
             flags = {"gate_isolate": self.config.option.gate_isolate, "gate_shuffle": str(self.config.option.gate_shuffle)}
-            head = header(command, self.seed, selected + self.further, environment, flags)
+            head = header(self.command, self.seed, selected + self.further, environment, flags)
             self._writer = records.Writer(self.config.option.gate_record, head)
         self.config.hook.pytest_gate_start(selected=selected)
 

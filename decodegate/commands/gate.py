@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import shutil
 import sys
 import time
@@ -174,7 +175,9 @@ class _Reporter:
         from harness.plugin import gate_of
         from harness.smoke import CHECKS
 
-        gate_of(config).further = len(CHECKS) * self._with_smoke
+        gate = gate_of(config)
+        gate.further = len(CHECKS) * self._with_smoke
+        gate.command = shlex.join(["decodegate", *sys.argv[1:]])
 
     def pytest_gate_start(self, selected: int) -> None:
         from harness.smoke import CHECKS
