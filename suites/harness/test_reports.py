@@ -6,6 +6,7 @@ import io
 import random
 import re
 import xml.etree.ElementTree as ET
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ HOSTILE = [
     "</pre></details></article>",
     "\\",
 ]
-hostile = settings(max_examples=60, deadline=None)
+hostile = settings(max_examples=40, deadline=None)
 texts = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec=None), min_size=1, max_size=40).filter(str.strip))
 
 
@@ -249,11 +250,16 @@ def tags(page: str) -> list[tuple[str, tuple[str, ...]]]:
     return parser.found
 
 
+@cache
+def harmless_tags() -> list[tuple[str, tuple[str, ...]]]:
+    return tags(html.render(told_by("harmless")))
+
+
 @hostile
 @given(texts)
 def test_no_text_brings_markup_into_the_page(text: str) -> None:
     page = html.render(told_by(text))
-    assert tags(page) == tags(html.render(told_by("harmless")))
+    assert tags(page) == harmless_tags()
     assert not CONTROL.search(page)
     page.encode("utf-8")
 
@@ -263,9 +269,10 @@ def test_no_text_brings_markup_into_the_page(text: str) -> None:
 def test_no_text_breaks_the_markdown(text: str) -> None:
     parser = MarkdownIt("commonmark").enable("table")
     rendered = markdown.render(told_by(text))
-    tokens, plain = parser.parse(rendered), parser.parse(markdown.render(told_by("harmless")))
-    assert [token.type for token in tokens] == [token.type for token in plain]
-    assert len(rendered.split("\n")) == len(markdown.render(told_by("harmless")).split("\n"))
+    harmless = markdown.render(told_by("harmless"))
+    tokens = parser.parse(rendered)
+    assert [token.type for token in tokens] == [token.type for token in parser.parse(harmless)]
+    assert len(rendered.split("\n")) == len(harmless.split("\n"))
     for token in tokens:
         for child in token.children or []:
             assert child.type in {
