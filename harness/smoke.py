@@ -38,6 +38,7 @@ __all__ = ["CHECKS", "Result", "Smoke", "run"]
 
 ANSWER = 96  # tokens of the answer
 TOKENS = 257  # of text: one beyond the first allocation step of the KV cache
+STEPS = 201  # of one token each, at the end of the text
 CHUNKS = (1, 70, 3, 128)  # over and over until the text is fed
 ENGINE_CHUNK = 48  # into which the target itself cuts the whole text
 
@@ -63,6 +64,7 @@ class Smoke:
     dtype: str = "float32"
     build: Build = field(default_factory=Build)
     seed: int = 0
+    threads: int = field(default_factory=lambda: default_threads(1))
     timeout_s: float = 300.0
     lock_timeout_s: float = lock.DEFAULT_TIMEOUT_S
 
@@ -100,6 +102,8 @@ def run(
         oracle = _Oracle(plan.checkpoint)
         for name, ran in replayed.items():
             record = _record(plan, plan.cell(name), ran, oracle)
+            if result.lock_wait_s is not None:
+                record.extra["lock_wait_s"] = round(result.lock_wait_s, 3)
             result.records.append(record)
             on_record(record)
     return result
@@ -125,7 +129,8 @@ class _Plan:
             pieces = Schedule(tuple(Feed(count, TEXT, all_rows=True) for count in _pieces(text)))
             return pieces, Schedule((Feed(text, TEXT, all_rows=True, chunk=ENGINE_CHUNK),))
         if name == INCREMENTAL:
-            return (Schedule((Feed(1, TEXT), Step(text - 1, (TEXT,)))),)
+            fed = max(1, text - STEPS)
+            return (Schedule((Feed(fed, TEXT, all_rows=fed > 1), Step(text - fed, (TEXT,)))),)
         return (answer, answer) if name == REPEATED else (answer,)
 
     def plans(self, name: str) -> tuple[Plan, ...]:
@@ -171,9 +176,7 @@ def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
     smoke, target = plan.smoke, resolve_target(plan.smoke.target)
     assert plan.prompts is not None and plan.checkpoint is not None
     ran: dict[str, Ran] = {}
-    isolation = Isolation(
-        smoke.build, timeout_s=smoke.timeout_s, threads=default_threads(1), memory_bytes=default_memory_bytes(1)
-    )
+    isolation = Isolation(smoke.build, timeout_s=smoke.timeout_s, threads=smoke.threads, memory_bytes=default_memory_bytes(1))
     with isolation:
         asked = isolation.submit(Describe(f"environment of {target.name}", smoke.target))
         result.environment = isolation.result(asked).environment
