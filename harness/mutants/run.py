@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -184,7 +185,8 @@ class MutantRun:
         if red and (mutant.benign or len(red) == len(named)):
             worst = min(red, key=_headroom)  # the cell that catches it by least
             result = self._result(mutant, Fate.CAUGHT, worst.message, worst)
-            result.headroom = None if worst.outcome is not Outcome.FAIL else _headroom(worst)
+            least = _headroom(worst)
+            result.headroom = least if worst.outcome is Outcome.FAIL and math.isfinite(least) else None
         elif any(record.outcome is Outcome.TIMEOUT for record in named):
             late = next(record for record in named if record.outcome is Outcome.TIMEOUT)
             result = self._result(mutant, Fate.TIMEOUT, late.message, late)
@@ -198,7 +200,7 @@ class MutantRun:
         else:
             closest = max((record for record in named if record not in red), key=_headroom)
             result = self._result(mutant, Fate.MISSED, closest.message, closest)
-            result.headroom = _headroom(closest)
+            result.headroom = _headroom(closest) if math.isfinite(_headroom(closest)) else None
         result.outcomes = _by_check([*named, *rest])
         return result
 
