@@ -1,0 +1,99 @@
+"""A case and a seed become a checkpoint directory: config.json and model.safetensors.
+
+Every parameter is random and none is trivially zero or one, so that a parameter that an engine leaves out, adds twice or puts
+in the wrong place moves the logits. Values are rounded to bfloat16 and stored as float32: one file serves all dtypes without a
+rounding that would be counted as the target's error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import reference_models
+from harness.cases.case import Case
+
+__all__ = ["build", "fingerprint", "initial"]
+
+# Gain of a weight [out, in]: its entries are normal with standard deviation gain / sqrt(in). Measured (suites/harness/
+# test_cases.py): attention with a few keys that count for each query, branches of the size of the residual, and logits with
+# standard deviation 1 to 3, so that one wrong position or key moves the logits by about as much as another prompt would.
+GAINS = {
+    "q_proj": 1.2,
+    "k_proj": 1.2,
+    "v_proj": 2.0,
+    "o_proj": 2.0,
+    "gate_proj": 0.7,
+    "up_proj": 0.7,
+    "down_proj": 0.7,
+    "lm_head": 2.0,
+}
+TIED_EMBEDDING_GAIN = 2.0  # over sqrt(hidden): it is the head too
+
+
+def _generator(case: Case, seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{case.family}/{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def initial(case: Case, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """One parameter, float32 with bfloat16 values; each has a generator of its own, so that adding one changes no other."""
+    noise = torch.randn(shape, generator=_generator(case, seed, name))
+    module, kind = name.split(".")[-2:]
+    if kind == "bias":
+        value = 0.5 * noise
+    elif len(shape) == 1:  # norm weights: spread around one, of one sign, no channel switched off
+        value = (0.3 * noise).exp()
+    elif module == "embed_tokens":
+        value = noise * (TIED_EMBEDDING_GAIN / math.sqrt(shape[1]) if case.config.get("tie_word_embeddings") else 0.7)
+    else:
+        value = noise * GAINS.get(module, 1.0) / math.sqrt(shape[1])
+    return value.to(torch.bfloat16).to(torch.float32)
+
+
+def _recipe(case: Case) -> bytes:
+    """The sources that decide the values: a kept directory is not reused after one of them changed."""
+    family = importlib.import_module(f"harness.cases.{case.family}").__file__
+    assert family is not None
+    return Path(__file__).read_bytes() + Path(family).read_bytes()
+
+
+def build(case: Case, seed: int, directory: Path) -> Path:
+    """The checkpoint of (case, seed) under `directory`; written once, whole or not at all, also by several processes."""
+    config = json.dumps(dict(case.config), indent=2, sort_keys=True)
+    key = hashlib.sha256(_recipe(case) + config.encode()).hexdigest()[:12]
+    target = Path(directory) / f"{case.family}-{case.name}-{seed}-{key}"
+    if target.exists():
+        return target
+    shapes = reference_models.find(case.config["model_type"]).parameters(case.config)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        (scratch / "config.json").write_text(config + "\n", "utf-8")
+        tensors = {name: initial(case, seed, name, shape) for name, shape in shapes.items()}
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        os.rename(scratch, target)
+    except OSError:
+        if not target.exists():  # else another process was faster, and its directory is the same
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """16 hex digits that are equal for equal checkpoints: config and weights."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.glob("*.json")) + sorted(checkpoint.glob("*.safetensors")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,85 @@
+"""Cases of the llama family.
+
+Thetas are small, so that the few frequencies of a small head all turn within the prompt and a position that is off by one
+moves the scores; original lengths of scaled ropes are small, so that prompts pass them and all bands occur.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.cases.case import Case
+
+__all__ = ["CASES"]
+
+_BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _case(name: str, stresses: str, prompt: int = 48, without: tuple[str, ...] = (), **fields: Any) -> Case:
+    config = {key: value for key, value in (_BASE | fields).items() if key not in without}
+    return Case("llama", name, stresses, config, prompt)
+
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+
+CASES = [
+    _case("gqa", "groups of query heads share a key/value head"),
+    _case("mha", "as many key/value heads as query heads; the field is left out", without=("num_key_value_heads",)),
+    _case("mqa", "one key/value head", num_key_value_heads=1),
+    _case("biased", "biases on all attention and MLP projections", attention_bias=True, mlp_bias=True),
+    _case("tied", "the embedding is the head", tie_word_embeddings=True),
+    _case("head_dim", "head_dim is given and heads * head_dim is not hidden_size", head_dim=16),
+    _case("linear_rope", "positions are divided by a factor", rope_scaling={"type": "linear", "factor": 2.0}),
+    _case(
+        "llama3_rope",
+        "three bands of rope frequencies, prompt beyond the original length",
+        head_dim=16,
+        rope_scaling={"rope_type": "llama3", **_LLAMA3},
+    ),
+    _case(
+        "yarn",
+        "rope frequencies ramp over the index, cos and sin are scaled; prompt beyond the original length",
+        head_dim=16,
+        rope_scaling={"rope_type": "yarn", **_YARN},
+    ),
+    _case(
+        "long",
+        "the prompt crosses two steps of cache allocation (256, 512)",
+        prompt=530,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+    ),
+    _case(
+        "old_spelling",
+        "rope_theta and rope_scaling beside each other",
+        rope_theta=20.0,
+        rope_scaling={"rope_type": "llama3", **_LLAMA3},
+    ),
+    _case(
+        "new_spelling",
+        "the same model as old_spelling with all of it in rope_parameters",
+        without=("rope_theta",),
+        rope_parameters={"rope_type": "llama3", "rope_theta": 20.0, **_LLAMA3},
+    ),
+]
