@@ -270,7 +270,7 @@ def test_weights_are_narrowed_on_request(tmp_path):
     assert {array.dtype for array in loaded.weights.values()} == {mx.bfloat16}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_read_or_is_an_engine_error(data, whole, tmp_path):
     header_end = len(whole) - 4 * sum(array.size for array in tensors().values())

@@ -304,7 +304,7 @@ def whole_file(tmp_path_factory):
     return (path / "model.safetensors").read_bytes()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_read_right_or_is_an_engine_error(data, whole_file, tmp_path):
     damaged = bytearray(whole_file)
