@@ -6,7 +6,8 @@ the judge's business: NaN goes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,10 +32,14 @@ class Plan:
     seed: int
     vocab: int
     avoid: frozenset[int] = frozenset()
+    fixed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of sequences that are not drawn
 
     def __post_init__(self) -> None:
-        TokenStream(self.seed, self.vocab, self.avoid)
+        self.stream()
         self.expected()
+
+    def stream(self) -> TokenStream:
+        return TokenStream(self.seed, self.vocab, self.avoid, self.fixed)
 
     def expected(self) -> list[tuple[int, int]]:
         """(operation, position) of every row that a replay yields, in order."""
@@ -106,6 +111,7 @@ class Replay:
     histories: list[tuple[int, ...]]  # the tokens of each run of a sequence between rewinds
     rows: list[Row]  # in order of the operations
     counters: dict[str, int] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # that the calls of each operation took
 
 
 class _Sequence:
@@ -131,7 +137,7 @@ class _Sequence:
 class _Replayer:
     def __init__(self, session: Session, plan: Plan) -> None:
         self.session, self.plan = session, plan
-        self.stream = TokenStream(plan.seed, plan.vocab, plan.avoid)
+        self.stream = plan.stream()
         self.histories: list[list[int]] = []
         self.rows: list[Row] = []
         self.sequences: dict[str, _Sequence] = {}
@@ -203,7 +209,9 @@ class _Replayer:
             self.row(index, sequence, start + i, row, chosen)
 
     def run(self) -> Replay:
+        seconds: list[float] = []
         for index, operation in enumerate(self.plan.schedule.operations):
+            started = time.perf_counter()
             if isinstance(operation, Feed):
                 self.feed(index, operation)
             elif isinstance(operation, Step):
@@ -220,8 +228,9 @@ class _Replayer:
             else:
                 self.session.close(operation.sequence)
                 del self.sequences[operation.sequence]
+            seconds.append(time.perf_counter() - started)
         counters = {str(name): int(value) for name, value in self.session.counters().items()}
-        return Replay([tuple(history) for history in self.histories], self.rows, counters)
+        return Replay([tuple(history) for history in self.histories], self.rows, counters, seconds)
 
 
 def replay(session: Session, plan: Plan) -> Replay:

@@ -91,6 +91,7 @@ def judge(replays: Sequence[Replay], plans: Sequence[Plan], oracle: Oracle, dtyp
         return Verdict(Outcome.FAIL, missing, bound=bounds.k)
     judged = _judge_rows(replays, oracle, dtype, bounds)
     verdict = _summary(judged, plans, bounds)
+    verdict.judged = judged
     if verdict.outcome is Outcome.PASS:
         tied = _too_many_ties(replays, judged, oracle, dtype)
         if tied:

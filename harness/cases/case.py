@@ -21,6 +21,7 @@ class Case:
     config: Mapping[str, Any]
     prompt: int = 48
     layouts: tuple[str, ...] = ("dense",)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     @property
     def id(self) -> str:
