@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from harness.builds import BuildError, Made
 from harness.cells import Cell
@@ -16,7 +19,7 @@ from harness.outcomes import Outcome
 from harness.records import Record
 from harness.worker import Build, Describe
 
-__all__ = ["AFTER", "BEFORE", "CANNOT_RUN", "Evidence", "reason_not_to_run"]
+__all__ = ["AFTER", "BEFORE", "CANNOT_RUN", "Evidence", "measure_speed", "reason_not_to_run"]
 
 BEFORE, AFTER = "before", "after"
 CANNOT_RUN = "cannot_run"  # key of Record.extra: why a build could not be asked this question at all
@@ -105,3 +108,39 @@ def _frames(lines: Iterable[str], kind: str) -> Iterator[str]:
         match = _FRAME.match(line)
         if match:
             yield match["file"]
+
+
+def measure_speed(
+    builds: Mapping[str, Made],
+    checkpoint: str,
+    *,
+    dtype: str = "float32",
+    prompt: int = 128,
+    decode: int = 48,
+    rounds: int = 6,
+    allow_busy: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Decode and prefill speed of our engine on both builds, in interleaved rounds (harness.bench.run.measure).
+
+    The build after the change is the first peer, so that ratios are after / before. Raises Infra (a busy machine, a checkpoint
+    that is not there, a build after the change that does not run), and BuildError where a peer imported another engine.
+    """
+    from harness.bench.process import Peer
+    from harness.bench.run import measure
+    from harness.checkpoints import resolve
+    from harness.export import export
+    from harness.prompts import Source
+
+    source = resolve(checkpoint)
+    peers = [Peer("engine", dtype, sys.executable, builds[role].directory, role) for role in (AFTER, BEFORE)]
+    with tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory:
+        say("exporting the weights")
+        exported = export(source, Path(directory), [dtype])
+        tokens = Source(source).prompts(prompt).text
+        result = measure(peers, exported, tokens, decode=decode, rounds=rounds, allow_busy=allow_busy, say=say)
+    for peer in result["peers"]:
+        imported = Path(peer["environment"].pop("engine"))
+        if not imported.is_relative_to(builds[peer["name"]].directory):
+            raise BuildError(f"the peer that should run the build {peer['name']} imported engine from {imported}")
+    return result | {"checkpoint": checkpoint}

@@ -1,7 +1,7 @@
 """The before/after table: test, before, after. A pure function of a record file whose header names two builds.
 
-What is wrong after the change comes first, then what it repaired, then what could not be asked of the base; each of these rows is
-shown in full. Only cells that pass on both builds are counted together.
+What is wrong after the change comes first, then what it repaired, then what could not be asked of the base; each of these
+rows is shown in full. Only cells that pass on both builds are counted together.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from harness.bench.statistics import Interval, interval, ratio, shown
 from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record, RecordError, last_words, plain
 from reports import html
+from reports.bench import METRICS
 from reports.summary import MARKS, case_id, environment
 from reports.text import code_span, figure, markdown, one_line, plural, shorten, visible, write_text
 
@@ -101,11 +103,8 @@ class Table:
         """Kind of row -> groups, in the order in which they are shown."""
         found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
         for row in sorted(self.rows, key=lambda row: (row.after.check, case_id(row.after), row.after.dtype, row.after.layout)):
-            if row.kind == "same":
-                key = (row.kind, row.after.check, row.after.family)
-            else:
-                key = (row.kind, row.after.check, _words(row.before), _words(row.after))
-            found[key].append(row)
+            words = (row.after.family,) if row.kind == "same" else (_words(row.before), _words(row.after))
+            found[(row.kind, row.after.check, *words)].append(row)
         groups = [Group(key[0], tuple(rows)) for key, rows in found.items()]
         return {
             kind: [group for group in groups if group.kind == kind] for kind in _KINDS if any(g.kind == kind for g in groups)
@@ -173,7 +172,8 @@ def in_words(fields: Mapping[str, Any]) -> str:
     """The same for fields of a record, by their names; numbers may be texts such as `nan`."""
     outcome, error_ratio = str(fields["outcome"]), fields["error_ratio"]
     if outcome in ("pass", "fail") and error_ratio is not None:
-        numbers = f"max abs difference {_figure(fields['max_abs'])}, error ratio {_figure(error_ratio)} (≤ {_figure(fields['bound'])})"
+        error, bound = _figure(fields["max_abs"]), _figure(fields["bound"])
+        numbers = f"max abs difference {error}, error ratio {_figure(error_ratio)} (≤ {bound})"
         position = fields["first_bad_position"]
         return f"{outcome}: {numbers}" + (f", first at position {position}" if position is not None else "")
     said = fields["message"]
@@ -215,9 +215,16 @@ def _builds(table: Table) -> Iterator[str]:
 
 
 def _environment(table: Table) -> Iterator[str]:
-    pairs = [(name, value) for name, value in environment(table.header) if name != "commit"]
-    yield "- " + " · ".join(f"{markdown(name)} {markdown(shorten(one_line(value), 160))}" for name, value in pairs)
+    yield "- " + " · ".join(
+        f"{markdown(name)} {markdown(shorten(one_line(value), 160))}" for name, value in facts(table.header)
+    )
     yield from (f"- note: {markdown(note)}" for note in table.header.notes)
+
+
+def facts(header: Header) -> list[tuple[str, str]]:
+    """(name, value) of what the run depended on; the commits are the builds' own, and the lock's wait is always said."""
+    pairs = [(name, value) for name, value in environment(header) if name not in ("commit", "lock wait", "command")]
+    return [*pairs, ("lock wait", f"{header.lock_wait_s:.1f} s"), ("command", header.command)]
 
 
 def _test(group: Group) -> str:
@@ -244,19 +251,60 @@ def _sum(records: Sequence[Record]) -> str:
     return outcome_text(worst).replace("pass: ", "pass: worst of all, " if len(records) > 1 else "pass: ", 1)
 
 
-def _speed(speed: Mapping[str, Any]) -> Iterator[str]:
-    yield "| metric | before | after | after / before | |"
-    yield "|-|-:|-:|-:|-|"
-    for row in speed["rows"]:
-        sides = [
-            f"{figure(row[role]['median'])} [{figure(row[role]['low'])}, {figure(row[role]['high'])}]"
-            for role in ("before", "after")
-        ]
-        ratio = row["ratio"]
-        change = f"{figure(ratio['median'])} [{figure(ratio['low'])}, {figure(ratio['high'])}]"
-        yield f"| {markdown(row['metric'])} | {sides[0]} | {sides[1]} | {change} | {markdown(row['verdict'])}, n = {row['n']} |"
+@dataclass(frozen=True)
+class Speed:
+    """One metric on both builds, in tokens a second; None where the build before could not be measured."""
+
+    metric: str
+    after: Interval
+    before: Interval | None = None
+    ratio: Interval | None = None  # after / before, paired by round
+
+    @property
+    def verdict(self) -> str:
+        if self.ratio is None:
+            return "not measured before"
+        return "~" if not shown(self.ratio) else "faster" if self.ratio.median > 1 else "slower"
+
+
+def speed_rows(result: Mapping[str, Any]) -> list[Speed]:
+    """Rows of a result of `harness.evidence.measure_speed`."""
+    samples = {peer["name"]: peer["samples"] for peer in result["peers"]}
+    found = []
+    for metric, field in METRICS.items():
+        after = [sample[field] for sample in samples["after"]]
+        if "before" not in samples:
+            found.append(Speed(metric, interval(after)))
+            continue
+        before = [sample[field] for sample in samples["before"]]
+        found.append(Speed(metric, interval(after), interval(before), ratio(after, before)))
+    return found
+
+
+def speed_notes(result: Mapping[str, Any]) -> list[str]:
+    """What the figures are, and what is to be said of them."""
+    coverage = interval([1.0] * result["rounds"]).coverage
+    notes = [
+        f"{result['checkpoint']}, prompt of {result['prompt_tokens']} tokens, greedy decode of {result['decode_tokens']}; "
+        f"median [interval] in tokens a second, n = {result['rounds']} interleaved rounds, the interval covers the median "
+        f"with {coverage:.1%}; ~ = no difference shown"
+    ]
+    notes += [f"not measured: {missing['name']}: {missing['reason']}" for missing in result["missing"]]
+    return notes + [f"warning: {warning}" for warning in result["warnings"]]
+
+
+def interval_text(found: Interval | None) -> str:
+    return "–" if found is None else f"{figure(found.median)} [{figure(found.low)}, {figure(found.high)}]"
+
+
+def _speed(result: Mapping[str, Any]) -> Iterator[str]:
+    yield "| metric | before | after | after / before | n | |"
+    yield "|-|-:|-:|-:|-:|-|"
+    for row in speed_rows(result):
+        sides = " | ".join(markdown(interval_text(side)) for side in (row.before, row.after, row.ratio))
+        yield f"| {row.metric} | {sides} | {row.after.n} | {row.verdict} |"
     yield ""
-    yield markdown(speed["note"])
+    yield from (f"- {markdown(note)}" for note in speed_notes(result))
 
 
 def as_json(table: Table) -> str:
@@ -280,7 +328,10 @@ def as_html(table: Table) -> str:
         table=table,
         kinds=_KINDS,
         marks=MARKS,
-        environment=environment(table.header),
+        environment=facts(table.header),
+        speed=speed_rows(table.speed) if table.speed else [],
+        speed_notes=speed_notes(table.speed) if table.speed else [],
+        interval_text=interval_text,
         field=lambda group, role: (
             _worst([getattr(row, role) for row in group.rows]),
             _sum([getattr(row, role) for row in group.rows]),

@@ -1,6 +1,6 @@
-"""The mutation report: which fault each check catches, by how much, and what a reader would have seen. Pure functions of results.
+"""The mutation report: which fault each check catches, by how much, and what it looks like. Pure functions of results.
 
-Markdown for a pull request, JSON for machines, and a table for the terminal. What is not as it should be comes first and in full.
+Markdown for a pull request, JSON for machines, a table for the terminal. What is not as it should be comes first, in full.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """Expressions of a statement itself, not of the statements in its body. Those inside an f-string have no place of their own."""
+    """Expressions of a statement itself, not of those in its body. Inside an f-string they have no place of their own."""
     stack: list[ast.AST] = [statement]
     while stack:
         node = stack.pop()

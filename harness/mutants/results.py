@@ -114,7 +114,7 @@ class Store:
 
 
 def load(path: Path) -> tuple[Header, list[Result]]:
-    """Header and results; a torn last line is left out. Raises RecordError, which says where the file is not as it should be."""
+    """Header and results; a torn last line is left out. Raises RecordError, which says where the file is not one."""
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise RecordError(f"{path}: {size} bytes, more than the {MAX_FILE_BYTES} that a results file may have")

@@ -237,7 +237,7 @@ class MutantRun:
         return max(LEAST_S, 5 * max(self._known[cell.id].duration_s for cell in chosen))
 
     def _judged_by(self) -> str:
-        """Fingerprint of all that a result depends on beside the mutant: engine, checks, references, harness, seed, versions."""
+        """Fingerprint of all that a result depends on beside the mutant: engine, checks, references, harness, seed."""
         parts = [self.base.fingerprint, str(self.settings.seed), str(self.settings.all_checks), json.dumps(self.environment)]
         for package in (self.settings.suite, "reference_models", "harness"):
             spec = importlib.util.find_spec(package)

@@ -20,6 +20,11 @@ INCREMENTAL = "incremental_logits_match_full_forward"
 KEPT = "kept = len(self.tokens) - count"
 
 
+@pytest.fixture(autouse=True)
+def _lock_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODEGATE_LOCK", str(tmp_path / "lock"))
+
+
 def decodegate(repository: Path, out: Path, *options: str) -> tuple[Result, dict]:
     arguments = [
         "evidence",

@@ -236,7 +236,8 @@ SOURCE = """class A:
 
     def g(self, x=2): return (x, x)
 
-def h(): pass
+def h():
+    pass
 """
 
 
