@@ -30,7 +30,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the package under test lies: `directory` holds it, `repository` is the git work tree around it (None: there is none)."""
+    """Where the package under test lies: `directory` holds it, `repository` is the git work tree around it, or None."""
 
     package: str
     directory: Path

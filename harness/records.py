@@ -49,7 +49,7 @@ class Header:
     flags: dict[str, str] = field(default_factory=dict)  # environment variables and settings that change numerics
     lock_wait_s: float = 0.0
     selected: int = 0  # cells that the run set out to do: fewer records than that means that it was cut short
-    builds: list[dict[str, Any]] = field(default_factory=list)  # before/after: name, commit, dirty, subject, fingerprint of each
+    builds: list[dict[str, Any]] = field(default_factory=list)  # of a before/after run, see harness.evidence
     notes: list[str] = field(default_factory=list)  # what a reader has to know; `load` adds what it had to drop
 
 

@@ -104,7 +104,8 @@ class Table:
         found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
         for row in sorted(self.rows, key=lambda row: (row.after.check, case_id(row.after), row.after.dtype, row.after.layout)):
             words = (row.after.family,) if row.kind == "same" else (_words(row.before), _words(row.after))
-            found[(row.kind, row.after.check, *words)].append(row)
+            key: tuple[str, ...] = (row.kind, row.after.check, *words)
+            found[key].append(row)
         groups = [Group(key[0], tuple(rows)) for key, rows in found.items()]
         return {
             kind: [group for group in groups if group.kind == kind] for kind in _KINDS if any(g.kind == kind for g in groups)
@@ -244,11 +245,16 @@ def _worst(records: Iterable[Record]) -> Outcome:
 
 
 def _sum(records: Sequence[Record]) -> str:
-    """The text of one field for all of a group's cells: their common words, or the numbers of the worst that passed."""
-    if any(record.outcome is not Outcome.PASS for record in records):
+    """The text of one field for all of a group's cells: their common words; of those that passed, the worst of each dtype."""
+    if len(records) == 1 or any(record.outcome is not Outcome.PASS for record in records):
         return outcome_text(records[0])
-    worst = max(records, key=lambda record: record.error_ratio if record.error_ratio is not None else -1.0)
-    return outcome_text(worst).replace("pass: ", "pass: worst of all, " if len(records) > 1 else "pass: ", 1)
+    texts = []
+    for dtype in dict.fromkeys(record.dtype for record in records):
+        members = [record for record in records if record.dtype == dtype and record.error_ratio is not None]
+        if members:
+            worst = max(members, key=lambda record: record.error_ratio)
+            texts.append(f"{dtype} {figure(worst.max_abs)}, error ratio {figure(worst.error_ratio)} (≤ {figure(worst.bound)})")
+    return f"pass: max abs difference {'; '.join(texts)}" if texts else "pass"
 
 
 @dataclass(frozen=True)

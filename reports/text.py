@@ -9,7 +9,9 @@ import re
 import tempfile
 from pathlib import Path
 
-__all__ = ["code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible", "write_text"]
+__all__ = [
+    "code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible", "write_text",
+]  # fmt: skip
 
 # Characters that a terminal obeys, that XML forbids or that reorder what a reader sees: C0 and C1 controls, line and paragraph
 # separators, bidirectional controls, surrogates, non-characters. Newline and tab are handled by the callers.

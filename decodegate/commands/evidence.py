@@ -1,4 +1,4 @@
-"""`decodegate evidence`: the table that shows a reviewer what a change did: today's checks on the builds before and after it."""
+"""`decodegate evidence`: what a change did, as a table: today's checks on the builds before and after it."""
 
 from __future__ import annotations
 
