@@ -1,8 +1,8 @@
 """The container of a GGUF file: metadata and where each tensor lies. Dequantising is the gguf package's.
 
-Layout (little endian): magic, version 2 or 3, counts of tensors and of metadata; each metadatum a name, a type and a value; each
-tensor a name, its sizes (fastest first), a type and an offset; then, aligned, the data. A reader of its own, since the package's
-takes half a minute over a vocabulary, and since counts and lengths in an untrusted file are to be bounded by its size.
+Layout (little endian): magic, version 2 or 3, counts of tensors and of metadata; each metadatum a name, a type and a value;
+each tensor a name, its sizes (fastest first), a type and an offset; then, aligned, the data. A reader of its own: the package's
+takes ten seconds over a vocabulary, and counts and lengths of an untrusted file are to be bounded by its size.
 """
 
 from __future__ import annotations
