@@ -22,7 +22,8 @@ from reference_models.recompute import ReferenceError
 
 TEXT = (
     "The sky appears blue because air molecules scatter short wavelengths of sunlight more strongly than long ones. "
-    "At sunset the light passes through more of the atmosphere, and most of the blue is scattered away before it reaches our eyes."
+    "At sunset the light passes through more of the atmosphere, and most of the blue is scattered away "
+    "before it reaches our eyes."
 )
 NAMES = {  # as llama.cpp names them
     "model.embed_tokens": "token_embd",
