@@ -60,7 +60,9 @@ class _Cursor:
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], _Cursor]:
     """The metadata, and the cursor at the first tensor's description."""
-    cursor = _Cursor(memoryview(np.memmap(path, np.uint8, "r")))
+    if not path.stat().st_size:
+        raise ReferenceError(f"{path.name} is empty")
+    cursor = _Cursor(np.memmap(path, np.uint8, "r").data)
     if bytes(cursor.take(4)) != b"GGUF":
         raise ReferenceError(f"{path.name} is not a GGUF file: it does not begin with GGUF")
     version, cursor.tensors = cursor.number("I"), cursor.number("Q")
