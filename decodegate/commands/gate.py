@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from harness.records import Record
 
-__all__ = ["register"]
+__all__ = ["plugin_is_installed", "register"]
 
 SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
@@ -99,11 +99,11 @@ def _base_arguments() -> list[str]:
     assert found is not None and found.submodule_search_locations is not None  # suites ship with the package
     suite = Path(found.submodule_search_locations[0]) / SUITE
     off = ("terminal", "cacheprovider", "randomly", "benchmark")
-    load = [] if _plugin_is_installed() else ["-p", "harness.plugin"]
+    load = [] if plugin_is_installed() else ["-p", "harness.plugin"]
     return [*load, str(suite), "--capture=no", "-o", "addopts=", "--gate-only-cells", *(f"-pno:{name}" for name in off)]
 
 
-def _plugin_is_installed() -> bool:
+def plugin_is_installed() -> bool:
     from importlib.metadata import entry_points
 
     return any(point.value == "harness.plugin" for point in entry_points(group="pytest11"))
