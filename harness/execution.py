@@ -16,6 +16,7 @@ import torch
 
 from harness.cases.build import build
 from harness.cells import Cell, Subject, refusal
+from harness.check import POWER
 from harness.isolation import Isolation
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
@@ -27,9 +28,8 @@ from harness.tokens import special_ids
 from harness.verdict import JudgedRow, Verdict, judge
 from harness.worker import Job, Ran, one_line
 
-__all__ = ["POWER", "Checkpoints", "Execution"]
+__all__ = ["Checkpoints", "Execution"]
 
-POWER = 20.0  # a runtime fault must move a check's error by this many times the bound, else the check proves nothing
 POWER_DTYPE = "float32"  # what a fault moves in float32 it moves in all dtypes, and there the noise floor hides least
 KEPT_ORACLES = 32  # an oracle keeps the recomputes of one checkpoint
 
