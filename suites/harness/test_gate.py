@@ -168,14 +168,23 @@ def test_two_jobs_write_the_records_of_one(tmp_path: Path) -> None:
     code, _ = gate(tmp_path / "two", *arguments, "--jobs=2")
     one, two = recorded(tmp_path / "one"), recorded(tmp_path / "two")
     assert code == ExitCode.WRONG
-    assert {name: (r.outcome, r.error_ratio) for name, r in one.items()} == {name: (r.outcome, r.error_ratio) for name, r in two.items()}
+    assert {name: (r.outcome, r.error_ratio) for name, r in one.items()} == {
+        name: (r.outcome, r.error_ratio) for name, r in two.items()
+    }
     assert load(tmp_path / "two" / "gate.jsonl")[0].selected == 3
 
 
 def test_a_shuffled_run_has_the_same_cells_in_an_order_drawn_from_the_seed(tmp_path: Path) -> None:
     orders = []
     for seed in (1, 1, 2):
-        gate(tmp_path, "--case=llama/gqa", "--dtype=float32", "--target=suites.harness.fake:IsNotInstalled", "--shuffle", f"--seed={seed}")
+        gate(
+            tmp_path,
+            "--case=llama/gqa",
+            "--dtype=float32",
+            "--target=suites.harness.fake:IsNotInstalled",
+            "--shuffle",
+            f"--seed={seed}",
+        )
         orders.append([record.cell for record in load(tmp_path / "gate.jsonl")[1]])
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[2])

@@ -105,7 +105,9 @@ def test_a_target_that_runs_out_of_memory_costs_its_cell_and_not_the_machine(che
     assert "MemoryError" in ran.message or "memory limit" in ran.message
 
 
-def test_garbage_on_standard_output_breaks_nothing_and_is_no_part_of_a_good_cell(isolation: Isolation, checkpoint: Path) -> None:
+def test_garbage_on_standard_output_breaks_nothing_and_is_no_part_of_a_good_cell(
+    isolation: Isolation, checkpoint: Path
+) -> None:
     ran = between_good_cells(isolation, checkpoint, "PrintsGarbage")
     assert ran.outcome is None
     assert ran.detail == ""
