@@ -37,7 +37,8 @@ def table(result: dict[str, Any]) -> str:
     ours = result["peers"][0]["name"]
     lines = [
         f"Prompt {result['prompt_tokens']} tokens, greedy decode of {result['decode_tokens']}, "
-        f"{result['rounds']} interleaved rounds; median [interval], tokens a second; ratio = {ours} / peer, paired by round; ~ = no difference shown.",
+        f"{result['rounds']} interleaved rounds; median [interval], tokens a second; "
+        f"ratio = {ours} / peer, paired by round; ~ = no difference shown.",
         "",
         "| metric | peer | tok/s | ratio | verdict |",
         "|---|---|---|---|---|",
