@@ -183,7 +183,7 @@ class Execution:
             if isinstance(replays, str):
                 weak.append(f"fault {fault} gives no figure: {replays}")
                 continue
-            power = record.power[fault] = _power(judge(replays, pending.plans, oracle, cell.dtype))
+            power = record.power[fault] = _power(judge(replays, pending.plans[: len(replays)], oracle, cell.dtype))
             if not power >= POWER:
                 weak.append(f"fault {fault} moves the error to {power:.3g} times the bound only (needs {POWER:g})")
         if record.outcome is Outcome.PASS:

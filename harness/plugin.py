@@ -149,7 +149,8 @@ class Gate:
             self._isolation = Isolation(
                 self.build,
                 timeout_s=option.gate_timeout,
-                threads=default_threads(workers),
+                # A tiny case keeps one thread busy in the worker and one here; a checkpoint's forwards are worth all cores.
+                threads=default_threads(workers if option.gate_checkpoint else 2 * workers),
                 memory_bytes=int(option.gate_memory * 2**30) if option.gate_memory else default_memory_bytes(workers),
                 fresh_process=option.gate_isolate == "cell",
             )

@@ -172,15 +172,20 @@ def _replay_all(loaded: Loaded, job: Job) -> list[Replay]:
 
 
 def _under_fault(target: Target, name: str, loaded: Loaded, job: Job) -> list[Replay] | str:
+    """Replays of the plans up to the first in which the fault took effect: its figure needs no more."""
     fault = getattr(target, "faults", {}).get(name)
     if fault is None:
         return f"target {target.name} has no fault of this name"
+    replays: list[Replay] = []
     try:
         with fault.planted() as planted:
-            replays = _replay_all(loaded, job)
+            for plan in job.plans:
+                replays.append(replay(loaded.start(), plan))
+                if planted.called:
+                    return replays
     except Exception as error:
         return f"raised {type(error).__name__}: {one_line(error)}"
-    return replays if planted.called else "the code that it breaks was never called"
+    return "the code that it breaks was never called"
 
 
 class _Models:

@@ -79,8 +79,12 @@ class Progress:
         return self._counts.total()
 
     def begin(self, cell: str) -> None:
-        """A worker has started on the cell."""
+        """A worker has started on the cell, or on several of them under one label (see `end`)."""
         self._running[cell] = self._clock()
+
+    def end(self, label: str) -> None:
+        """What `begin` named has ended; its records, if any, have names of their own."""
+        self._running.pop(label, None)
 
     def finish(self, record: Record) -> None:
         """The cell has ended; what did not pass is shown at once."""

@@ -214,7 +214,10 @@ class _Reporter:
             writer.write(record)
             self._progress.finish(record)
 
+        label = f"smoke of {SMOKE}"
+        self._progress.begin(label)
         try:
             run(Smoke(SMOKE, seed=seed), keep, notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True))
         finally:
+            self._progress.end(label)
             writer.close()

@@ -377,6 +377,16 @@ def test_progress_on_a_terminal_shows_the_current_cell_and_fits_the_width() -> N
     assert "engine::llama/gqa" in stream.getvalue() and "1/3" in stream.getvalue()
 
 
+def test_what_has_no_record_of_its_own_name_is_shown_until_it_ends() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=60, legacy_windows=False)
+    with terminal.Progress(3, console) as progress:
+        progress.begin("smoke of a checkpoint")
+        progress.end("smoke of a checkpoint")
+        stream.truncate(0)
+    assert "smoke of a checkpoint" not in stream.getvalue()
+
+
 # --- job summary
 
 
