@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from decodegate.cli import app
 from harness.outcomes import ExitCode
 from harness.records import load
+from reports.evidence import speed_notes, speed_rows
 from suites.harness.fixture_engine import MODEL, commit, make_repository, run_git
 
 REWIND = "rewind_and_go_on_matches_recompute"
@@ -156,3 +157,43 @@ def test_the_html_page_has_the_texts_escaped_and_loads_nothing(tmp_path: Path) -
     page = (tmp_path / "out" / "evidence.html").read_text()
     assert "&lt;script&gt;alert(1)" in page
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_header_says_the_wait_for_the_lock_and_not_its_proof(tmp_path: Path) -> None:
+    repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
+    ran, report = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--check", REWIND)
+    assert "lock wait 0.0 s" in ran.stdout
+    assert not any(name.startswith("DECODEGATE_LOCK") for name in report["header"]["flags"])
+
+
+def measured(before: float, after: float) -> dict:
+    """What harness.bench.run.measure gives for two builds whose speeds differ by a factor, with some scatter."""
+    scatter = [1.0, 1.02, 0.99, 1.01, 0.98, 1.0]
+    peers = [
+        {
+            "name": name,
+            "samples": [
+                {"decode_tok_s": speed * s, "prefill_tok_s": speed * s} for s in (scatter if name == "after" else scatter[::-1])
+            ],
+        }
+        for name, speed in (("after", after), ("before", before))
+    ]
+    common = {"prompt_tokens": 128, "decode_tokens": 48, "rounds": 6, "missing": [], "warnings": [], "checkpoint": "smollm2"}
+    return {"peers": peers, **common}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"), [(100.0, 100.0, "~"), (100.0, 150.0, "faster"), (100.0, 60.0, "slower")]
+)
+def test_speed_rows_have_n_an_interval_and_a_mark_for_no_difference(before: float, after: float, verdict: str) -> None:
+    rows = speed_rows(measured(before, after))
+    assert [(row.verdict, row.after.n) for row in rows] == [(verdict, 6)] * 2
+    assert all(row.ratio is not None and row.ratio.low <= row.ratio.median <= row.ratio.high for row in rows)
+
+
+def test_a_build_that_cannot_be_measured_before_the_change_says_why() -> None:
+    result = measured(100.0, 100.0)
+    del result["peers"][1]
+    result["missing"] = [{"name": "before", "reason": "peer before ended (exit code 1): ImportError"}]
+    assert [row.verdict for row in speed_rows(result)] == ["not measured before"] * 2
+    assert any("ImportError" in note for note in speed_notes(result))
