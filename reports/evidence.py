@@ -252,7 +252,7 @@ def _sum(records: Sequence[Record]) -> str:
     for dtype in dict.fromkeys(record.dtype for record in records):
         members = [record for record in records if record.dtype == dtype and record.error_ratio is not None]
         if members:
-            worst = max(members, key=lambda record: record.error_ratio)
+            worst = max(members, key=lambda record: record.error_ratio or 0.0)
             texts.append(f"{dtype} {figure(worst.max_abs)}, error ratio {figure(worst.error_ratio)} (≤ {figure(worst.bound)})")
     return f"pass: max abs difference {'; '.join(texts)}" if texts else "pass"
 
