@@ -188,10 +188,9 @@ class Execution:
                 weak.append(f"fault {fault} moves the error to {power:.3g} times the bound only (needs {POWER:g})")
         if record.outcome is Outcome.PASS:
             idle = [
-                f"counter {name} is {count} in '{plan.schedule}', needs {least}"
+                f"counter {name} is {record.counters.get(name, 'missing')}, needs {least}"
                 for name, least in cell.check.counters.items()
-                for plan, count in [_least(name, pending.plans, ran.replays)]
-                if count < least
+                if record.counters.get(name, 0) < least
             ]
             if idle or weak:
                 record.outcome, record.message = Outcome.VACUOUS, "; ".join(idle + weak)
@@ -211,12 +210,6 @@ def _counters(replays: Sequence[Replay]) -> dict[str, int]:
     for replay in replays:
         total.update(replay.counters)
     return dict(total)
-
-
-def _least(name: str, plans: Sequence[Plan], replays: Sequence[Replay]) -> tuple[Plan, int]:
-    """The schedule in which a counter came to least: a feature that ran in the others may still be off in this one."""
-    counts = [(plan, replay.counters.get(name, 0)) for plan, replay in zip(plans, replays, strict=True)]
-    return min(counts, key=lambda pair: pair[1])
 
 
 def _broken(what: str, error: Exception) -> Ran:
