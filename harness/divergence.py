@@ -51,7 +51,7 @@ def _log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def identical(first: Replay, second: Replay) -> tuple[int, str]:
-    """Rows before the first in which two replays of one schedule differ in any bit, and what differs ("" where nothing does)."""
+    """Rows before the first in which two replays of one schedule differ in any bit, and what differs ("" where none does)."""
     if len(first.rows) != len(second.rows):
         return 0, f"{len(first.rows)} rows in the first run and {len(second.rows)} in the second"
     different = [
@@ -62,7 +62,8 @@ def identical(first: Replay, second: Replay) -> tuple[int, str]:
     if not different:
         return len(first.rows), ""
     a, b = first.rows[different[0]], second.rows[different[0]]
-    where = f"{len(different)} of {len(first.rows)} rows differ between two runs of the same operations, first at position {a.position}"
+    rows = f"{len(different)} of {len(first.rows)} rows differ between two runs of the same operations"
+    where = f"{rows}, first at position {a.position}"
     if a.chosen != b.chosen:
         return different[0], f"{where}: token {a.chosen}, then {b.chosen}"
     worst = float(np.abs(a.logits.astype(np.float64) - b.logits).max()) if a.logits.shape == b.logits.shape else float("inf")
