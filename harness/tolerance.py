@@ -48,7 +48,7 @@ TABLE = {
     "bfloat16": Tolerance(
         k=3.0,
         floor=3.0,
-        reason="with no floor one honest row in a thousand is beyond K; two thirds of this floor leave too many for a coarse target",
+        reason="with no floor one honest row in a thousand is beyond K; two thirds of it leave too many for a coarse target",
         good=1.70,
         broken=8.0,
         seeds=20,
