@@ -1,4 +1,4 @@
-"""Sessions: gate, tests, lint, mutants, smoke, bench, oracles. Each makes its own environment; arguments after `--` are passed on."""
+"""Sessions: gate, tests, lint, mutants, smoke, bench, oracles, each in an environment of its own; arguments after `--` go on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plants each fault of the catalogue and sees whether the check that must catch it does: `nox -s mutants -- --in-diff REV`."""
+    """Plants faults, one at a time, and sees whether the named check catches each: `nox -s mutants -- --in-diff REV`."""
     install(session, checkpoint=False)
     session.run("decodegate", "mutants", *session.posargs)
 
