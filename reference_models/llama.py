@@ -57,7 +57,9 @@ def _shape(config: Config) -> _Shape:
     if config.get("hidden_act", "silu") != "silu":
         raise ReferenceError(f"config field 'hidden_act' must be 'silu' (got {config['hidden_act']!r})")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise ReferenceError("config field 'layer_types' asks for other than full attention, which this reference does not compute")
+        raise ReferenceError(
+            "config field 'layer_types' asks for other than full attention, which this reference does not compute"
+        )
     return _Shape(
         layers=_positive(config, "num_hidden_layers"),
         hidden=hidden,
