@@ -31,9 +31,8 @@ __all__ = ["IGNORED", "ignored", "logits", "parameters", "recompute"]
 
 IGNORED = ("model.mtp.",)  # prefixes of published tensors that plain decoding does not use: multi-token prediction
 _LATENT_EPS = 1e-6
-_ROPE = frozenset(
-    "rope_type type rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
-)
+_ROPE = frozenset({"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"})
+_YARN = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 
 
 class _Shape(NamedTuple):
@@ -152,7 +151,7 @@ def _rotary(config: Config, width: int, dtype: torch.dtype) -> tuple[Tensor, flo
         return frequency, 1.0, 1.0
     if kind != "yarn":
         raise ReferenceError(f"rope_type must be 'default' or 'yarn' (got {kind!r})")
-    unknown = {name for name, value in rope.items() if name not in _ROPE and value is not None}
+    unknown = {name for name, value in rope.items() if name not in _ROPE | _YARN and value is not None}
     if unknown:
         raise ReferenceError(f"rope_type 'yarn' with {min(unknown)!r} is not computed here (got {rope[min(unknown)]!r})")
     missing = {"factor", "original_max_position_embeddings"} - rope.keys()

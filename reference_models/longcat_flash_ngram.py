@@ -42,11 +42,10 @@ __all__ = ["IGNORED", "canonical", "ignored", "logits", "ngram_ids", "parameters
 
 IGNORED = ("model.mtp.",)  # prefixes of published tensors that plain decoding does not use: multi-token prediction
 _LATENT_EPS = 1e-6
-_ROPE = frozenset(
-    "rope_type type rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
-)
+_ROPE = frozenset({"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"})
+_YARN = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 _NGRAM = frozenset({"ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"})
-# Keys of other embedding rules (oe_ignored_token_ids, ngram_exclude_sp_token, special_token_scope, ...): later models have them.
+# Keys of other embedding rules, which later models have: oe_ignored_token_ids, ngram_exclude_sp_token, special_token_scope.
 _NGRAM_LIKE = re.compile(r"(?i)ngram|^oe_|^emb_|^special_token_scope$|^ignored_token")
 _OLDER = re.compile(r"model\.oe_embed_(tokens|proj)(\d+)\.weight")
 
@@ -142,7 +141,7 @@ def _shape(config: Config) -> _Shape:
         raise ReferenceError(f"config field 'moe_topk' must be at most n_routed_experts + zero_expert_num (got {s.topk})")
     if s.hidden % s.tables:
         raise ReferenceError(
-            f"config field 'hidden_size' must be a multiple of emb_split_num * (emb_neighbor_num - 1) = {s.tables} (got {s.hidden})"
+            f"config field 'hidden_size' must be a multiple of the number of n-gram tables, {s.tables} (got {s.hidden})"
         )
     return s
 
@@ -219,7 +218,7 @@ def _rotary(config: Config, width: int, dtype: torch.dtype) -> tuple[Tensor, flo
         return frequency, 1.0, 1.0
     if kind != "yarn":
         raise ReferenceError(f"rope_type must be 'default' or 'yarn' (got {kind!r})")
-    unknown = {name for name, value in rope.items() if name not in _ROPE and value is not None}
+    unknown = {name for name, value in rope.items() if name not in _ROPE | _YARN and value is not None}
     if unknown:
         raise ReferenceError(f"rope_type 'yarn' with {min(unknown)!r} is not computed here (got {rope[min(unknown)]!r})")
     missing = {"factor", "original_max_position_embeddings"} - rope.keys()
