@@ -46,8 +46,8 @@ _PROBE = 384  # tokens, so that a probe of a large vocabulary stays cheap: its g
 def _tables(generator: torch.Generator, offset: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """A correction bias [experts] and router logits [GROUPS, experts] at the nominal size of the code word.
 
-    Every group's edge is wide at every size, and the bias changes the choice of half of the groups. `offset` is the router's
-    linear bias, which does not grow with the code word.
+    Every group's edge is wide at every size, the bias changes the choice of half of the groups, and every expert is chosen by
+    some group. `offset` is the router's linear bias, which does not grow with the code word.
     """
     experts = len(offset)
     sizes = torch.tensor(SIZES)[:, None, None]
@@ -60,11 +60,21 @@ def _tables(generator: torch.Generator, offset: Tensor, topk: int) -> tuple[Tens
         corrected = (offset + sizes * (logits - offset)).softmax(-1) + bias  # [sizes, draws, experts]
         ordered = corrected.sort(-1, descending=True)
         wide = (ordered.values[..., topk - 1] - ordered.values[..., topk]).amin(0) >= EDGE
-        chosen = ordered.indices[0, :, :topk].sort(-1).values
-        moved = (chosen != logits.topk(topk).indices.sort(-1).values).any(-1)
-        halves = [logits[wide & moved][: GROUPS // 2], logits[wide & ~moved][: GROUPS // 2]]
-        if all(len(half) == GROUPS // 2 for half in halves):
-            return bias, torch.cat(halves)
+        chosen = torch.zeros(_DRAWS, experts).scatter(1, ordered.indices[0, :, :topk], 1.0)
+        unbiased = torch.zeros(_DRAWS, experts).scatter(1, logits.topk(topk).indices, 1.0)
+        moved = (chosen != unbiased).any(-1)
+        picked: list[int] = []
+        idle = torch.ones(experts)  # no group has chosen these yet
+        for kind in [wide & moved, wide & ~moved] * (GROUPS // 2):
+            gain = torch.where(kind, 1 + chosen @ idle, 0.0)
+            gain[picked] = 0
+            picked.append(int(gain.argmax()))
+            if not gain[picked[-1]]:
+                break
+            idle = idle * (1 - chosen[picked[-1]])
+        else:
+            if not idle.any():
+                return bias, logits[picked]
     raise ValueError(f"no router tables with wide margins for {experts} experts, top {topk}, in {_BIASES} draws of the bias")
 
 
