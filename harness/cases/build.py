@@ -28,7 +28,16 @@ __all__ = ["build", "drawn", "fingerprint", "generator", "initial"]
 # Gain of a weight [out, in]: its entries are normal with standard deviation gain / sqrt(in). Measured (suites/harness/
 # test_cases.py): attention with a few keys that count for each query, branches of the size of the residual, and logits with
 # standard deviation 1 to 3, so that one wrong position or key moves the logits by about as much as another prompt would.
-GAINS = {"q_proj": 1.7, "k_proj": 1.7, "v_proj": 1.5, "o_proj": 1.5, "lm_head": 2.0}
+GAINS = {
+    "q_proj": 1.2,
+    "k_proj": 1.2,
+    "v_proj": 2.0,
+    "o_proj": 2.0,
+    "gate_proj": 0.7,
+    "up_proj": 0.7,
+    "down_proj": 0.7,
+    "lm_head": 2.0,
+}
 TIED_EMBEDDING_GAIN = 2.0  # over sqrt(hidden): it is the head too
 
 

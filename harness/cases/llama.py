@@ -19,12 +19,12 @@ _BASE: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
-    "num_attention_heads": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_act": "silu",
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 100.0,
+    "rope_theta": 10.0,
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
@@ -39,8 +39,8 @@ def _case(name: str, stresses: str, prompt: int = 48, without: tuple[str, ...] =
     return Case("llama", name, stresses, config, prompt)
 
 
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 4.0, "beta_slow": 1.0}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
 
 CASES = [
     _case("gqa", "groups of query heads share a key/value head"),
@@ -48,7 +48,7 @@ CASES = [
     _case("mqa", "one key/value head", num_key_value_heads=1),
     _case("biased", "biases on all attention and MLP projections", attention_bias=True, mlp_bias=True),
     _case("tied", "the embedding is the head", tie_word_embeddings=True),
-    _case("head_dim", "head_dim is given and heads * head_dim is not hidden_size", head_dim=12),
+    _case("head_dim", "head_dim is given and heads * head_dim is not hidden_size", head_dim=16),
     _case("linear_rope", "positions are divided by a factor", rope_scaling={"type": "linear", "factor": 2.0}),
     _case(
         "llama3_rope",
@@ -69,14 +69,17 @@ CASES = [
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
     ),
-    _case("old_spelling", "rope_theta and rope_scaling beside each other", rope_theta=50.0, rope_scaling={"rope_type": "llama3", **_LLAMA3}),
+    _case(
+        "old_spelling",
+        "rope_theta and rope_scaling beside each other",
+        rope_theta=20.0,
+        rope_scaling={"rope_type": "llama3", **_LLAMA3},
+    ),
     _case(
         "new_spelling",
         "the same model as old_spelling with all of it in rope_parameters",
         without=("rope_theta",),
-        rope_parameters={"rope_type": "llama3", "rope_theta": 50.0, **_LLAMA3},
+        rope_parameters={"rope_type": "llama3", "rope_theta": 20.0, **_LLAMA3},
     ),
 ]
