@@ -124,7 +124,8 @@ def reroute(case: Case, seed: int, tensors: dict[str, Tensor]) -> dict[str, Tens
     for attempt in range(_ATTEMPTS):
         generator = build.generator(case, seed, f"routing {attempt}")
         planted = _plant(case.config, tensors, generator)
-        tokens = torch.randperm(case.config["vocab_size"], generator=generator).repeat(3)[:_PROBE].tolist()
+        orders = [torch.randperm(case.config["vocab_size"], generator=generator) for _ in range(3)]
+        tokens = torch.cat(orders)[:_PROBE].tolist()
         margins = recompute(case.config, planted, tokens).margins
         assert margins is not None
         least.append(float(margins.min()))
