@@ -21,6 +21,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+@app.callback()
+def _group() -> None:
+    """With a callback the app takes a command's name even while it has a single command."""
+
+
 for _module in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
     importlib.import_module(f"decodegate.commands.{_module}").register(app)
 

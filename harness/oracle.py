@@ -1,4 +1,4 @@
-"""The oracle: the reference's float64 recompute of a checkpoint, and the noise floor of the target's dtype. Never in a worker."""
+"""The oracle: the float64 recompute of a checkpoint, and the noise floor of the target's dtype. Never in a worker."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Oracle:
         return self._recompute(tuple(tokens), DTYPES[dtype]).logits.to(torch.float32).numpy()
 
     def noise(self, tokens: Sequence[int], dtype: str) -> Noise:
-        """The noise floor of a history. Exactly this history is run, so that a cell has the same numbers whatever ran before it."""
+        """The noise floor of a history. Exactly this history is run: a cell's numbers depend on no other cell."""
         key = (tuple(tokens), dtype)
         if key not in self._noise:
             rmse, largest = self._naive_errors(key[0], dtype)

@@ -5,14 +5,29 @@ Untrusted input when read back: line length, count and field types are bounded, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from harness.outcomes import Outcome
 
-__all__ = ["SCHEMA", "Header", "Record"]
+__all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "decode", "encode", "load"]
 
 SCHEMA = 1
+MAX_BYTES = 512 * 2**20  # a run of 10 000 cells with their series is about 100 MB
+MAX_LINE = 4 * 2**20
+MAX_RECORDS = 200_000
+MAX_ITEMS = 100_000  # of one list or mapping
+MAX_NAME = 500  # characters of a field that names something
+
+
+class RecordError(Exception):
+    """The file is not a record file that this version can read; one line that names line, field and value."""
 
 
 @dataclass
@@ -31,6 +46,7 @@ class Header:
     flags: dict[str, str] = field(default_factory=dict)  # environment variables and settings that change numerics
     lock_wait_s: float = 0.0
     selected: int = 0  # cells that the run set out to do: fewer records than that means that it was cut short
+    notes: list[str] = field(default_factory=list)  # what a reader has to know; `load` adds what it had to drop
 
 
 @dataclass
@@ -68,3 +84,184 @@ class Record:
     seed: int = 0
     replay: str = ""  # the one command that replays this cell
     extra: dict[str, Any] = field(default_factory=dict)  # smoke: texts, speeds, memory, KL
+
+
+class Writer:
+    """Writes a record file: the header first, then a line per cell, each on disk before the call returns.
+
+    A killed run leaves at most one torn line, the last, which `load` drops.
+    """
+
+    def __init__(self, path: Path, header: Header | None) -> None:
+        """Begins a new file with the header; with None, goes on with a file that has one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w" if header else "a", encoding="utf-8")
+        if header:
+            self._line(header)
+
+    def write(self, record: Record) -> None:
+        self._line(record)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _line(self, value: Header | Record) -> None:
+        self._file.write(encode(value) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def encode(value: Header | Record) -> str:
+    """One line of strict JSON. JSON has no infinities: they become the largest finite number, and NaN becomes null."""
+    return json.dumps(_finite(asdict(value)), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def decode(line: str) -> Record:
+    """A record from the line that `encode` made of it; raises RecordError."""
+    return _record(_parse(line.encode(), "record"), "record")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Outcome):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else math.copysign(sys.float_info.max, value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def load(path: Path) -> tuple[Header, list[Record]]:
+    """Header and records of a file that may still be written to, or whose run was killed.
+
+    A last line that does not end in a newline is torn: it is dropped and `header.notes` says so. Everything else that is not as
+    it should be raises RecordError; so does a schema that is newer than this version's.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise RecordError(f"{path}: {size} bytes, more than the {MAX_BYTES} that a record file may have")
+        with path.open("rb") as file:
+            lines = file.read(MAX_BYTES).split(b"\n")
+    except OSError as error:
+        raise RecordError(
+            f"{path}: cannot be read ({error.strerror}); a run writes gate.jsonl into its --out directory"
+        ) from None
+    torn = lines.pop()  # empty where the file ends in a newline
+    if not lines:
+        raise RecordError(f"{path}: no header line; the run ended before it began, or this is not a record file")
+    if len(lines) - 1 > MAX_RECORDS:
+        raise RecordError(f"{path}: {len(lines) - 1} records, more than the {MAX_RECORDS} that a record file may have")
+    header = _header(_parse(lines[0], f"{path}:1"), f"{path}:1")
+    records = [
+        _record(_parse(line, f"{path}:{number}"), f"{path}:{number}")
+        for number, line in enumerate(lines[1:], 2)
+        if line.strip()
+    ]
+    if torn.strip():
+        header.notes.append(f"the last line was torn ({len(torn)} bytes without an end) and is left out")
+    return header, records
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE:
+        raise RecordError(f"{where}: {len(line)} bytes, more than the {MAX_LINE} that a line may have")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: not JSON ({type(error).__name__}: {str(error)[:120]})") from None
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: must be an object (got {_short(value)})")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{text[:60]}{'...' * (len(text) > 60)}, a {type(value).__name__}"
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _number(value: object) -> bool:
+    """Infinities and NaN are numbers here: a broken target yields them."""
+    return isinstance(value, float) or _count(value)
+
+
+def _duration(value: object) -> bool:
+    return _number(value) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
+def _optional(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _list(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(check, value))
+
+
+def _mapping(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and len(value) <= MAX_ITEMS and all(map(check, value.values()))
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {  # annotation -> (in words, check)
+    "str": ("a text", _text),
+    "str | None": ("a text or null", _optional(_text)),
+    "bool | None": ("true, false or null", _optional(lambda value: isinstance(value, bool))),
+    "int": ("a whole number", _count),
+    "int | None": ("a whole number or null", _optional(_count)),
+    "float": ("a time in seconds", _duration),
+    "float | None": ("a number or null", _optional(_number)),
+    "list[str]": ("a list of texts", _list(_text)),
+    "dict[str, str]": ("an object of texts", _mapping(_text)),
+    "dict[str, int]": ("an object of whole numbers", _mapping(_count)),
+    "dict[str, float]": ("an object of numbers", _mapping(_optional(_number))),
+    "dict[str, list[float]]": ("an object of lists of numbers", _mapping(_list(_optional(_number)))),
+    "dict[str, Any]": ("an object", _mapping(_anything)),
+    "dict[str, Any] | None": ("an object or null", _optional(_mapping(_anything))),
+    "Outcome": (f"one of {', '.join(Outcome)}", lambda value: isinstance(value, str) and value in set(map(str, Outcome))),
+}
+_NAMES = frozenset({"cell", "target", "build", "family", "case", "check", "dtype", "layout"})
+
+
+def _check(kind: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
+    known = {item.name: str(item.type) for item in fields(kind)}
+    if unknown := sorted(raw.keys() - known.keys()):
+        raise RecordError(f"{where}: unknown field {unknown[0][:60]!r}")
+    for name, value in raw.items():
+        words, good = ("a printable text", _name) if name in _NAMES else _KINDS[known[name]]
+        if not good(value):
+            raise RecordError(f"{where}: {name!r} must be {words} (got {_short(value)})")
+    return raw
+
+
+def _header(raw: dict[str, Any], where: str) -> Header:
+    schema = raw.get("schema")
+    if not _count(schema) or schema < 1:  # type: ignore[operator]
+        raise RecordError(f"{where}: 'schema' must be {SCHEMA} (got {_short(schema)}); the first line is not a header")
+    if schema > SCHEMA:  # type: ignore[operator]
+        raise RecordError(f"{where}: schema {schema} is newer than this version reads ({SCHEMA}); install a newer decodegate")
+    return Header(**_check(Header, raw, where))
+
+
+def _record(raw: dict[str, Any], where: str) -> Record:
+    checked = _check(Record, raw, where)
+    required = ("cell", "target", "build", "family", "case", "check", "dtype", "layout", "schedule", "outcome")
+    if missing := [name for name in required if name not in checked]:
+        raise RecordError(f"{where}: field {missing[0]!r} is missing")
+    return Record(**{**checked, "outcome": Outcome(checked["outcome"])})

@@ -6,7 +6,8 @@ the judge's business: NaN goes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.schedule import Close, Feed, Greedy, Open, Operation, Rewind, Sched
 from harness.target import GreedyResult, Row, Session
 from harness.tokens import TokenStream
 
-__all__ = ["Plan", "Replay", "TargetError", "replay"]
+__all__ = ["Plan", "Replay", "TargetError", "replay", "where"]
 
 
 class TargetError(RuntimeError):
@@ -31,10 +32,15 @@ class Plan:
     seed: int
     vocab: int
     avoid: frozenset[int] = frozenset()
+    fixed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of sequences that are not drawn
+    planted: Mapping[int, int] = field(default_factory=dict)  # position -> token, in all other sequences
 
     def __post_init__(self) -> None:
-        TokenStream(self.seed, self.vocab, self.avoid)
+        self.stream()
         self.expected()
+
+    def stream(self) -> TokenStream:
+        return TokenStream(self.seed, self.vocab, self.avoid, self.fixed, self.planted)
 
     def expected(self) -> list[tuple[int, int]]:
         """(operation, position) of every row that a replay yields, in order."""
@@ -93,6 +99,12 @@ def _positions(operation: Operation, start: dict[str, int]) -> list[int]:
     return []
 
 
+def where(plans: Sequence[Plan], schedule: int, operation: int, position: int) -> str:
+    """A row's place, in the words of every message."""
+    operations = plans[schedule].schedule.operations
+    return f"position {position} of schedule {schedule}, operation {operation} ({operations[operation]})"
+
+
 @dataclass(frozen=True)
 class Replay:
     """What a target yielded for one plan."""
@@ -100,6 +112,7 @@ class Replay:
     histories: list[tuple[int, ...]]  # the tokens of each run of a sequence between rewinds
     rows: list[Row]  # in order of the operations
     counters: dict[str, int] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # that the calls of each operation took
 
 
 class _Sequence:
@@ -125,7 +138,7 @@ class _Sequence:
 class _Replayer:
     def __init__(self, session: Session, plan: Plan) -> None:
         self.session, self.plan = session, plan
-        self.stream = TokenStream(plan.seed, plan.vocab, plan.avoid)
+        self.stream = plan.stream()
         self.histories: list[list[int]] = []
         self.rows: list[Row] = []
         self.sequences: dict[str, _Sequence] = {}
@@ -184,7 +197,8 @@ class _Replayer:
         tokens = [int(token) for token in result.tokens]
         if len(tokens) != operation.count or not all(0 <= token < self.plan.vocab for token in tokens):
             raise TargetError(
-                f"{where} returned {len(tokens)} token ids {tokens[:8]}; the protocol asks for {operation.count} ids below {self.plan.vocab}"
+                f"{where} returned {len(tokens)} token ids {tokens[:8]}; "
+                f"the protocol asks for {operation.count} ids below {self.plan.vocab}"
             )
         rows = np.empty((operation.count, 0), np.float32)
         if result.rows is not None:
@@ -196,7 +210,9 @@ class _Replayer:
             self.row(index, sequence, start + i, row, chosen)
 
     def run(self) -> Replay:
+        seconds: list[float] = []
         for index, operation in enumerate(self.plan.schedule.operations):
+            started = time.perf_counter()
             if isinstance(operation, Feed):
                 self.feed(index, operation)
             elif isinstance(operation, Step):
@@ -213,8 +229,9 @@ class _Replayer:
             else:
                 self.session.close(operation.sequence)
                 del self.sequences[operation.sequence]
+            seconds.append(time.perf_counter() - started)
         counters = {str(name): int(value) for name, value in self.session.counters().items()}
-        return Replay([tuple(history) for history in self.histories], self.rows, counters)
+        return Replay([tuple(history) for history in self.histories], self.rows, counters, seconds)
 
 
 def replay(session: Session, plan: Plan) -> Replay:

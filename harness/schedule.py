@@ -70,9 +70,7 @@ class Feed:
             _checked_count(self.chunk, "chunk")
 
     def __str__(self) -> str:
-        return (
-            f"feed {self.sequence} {self.count}{' all' * self.all_rows}{'' if self.chunk is None else f' chunk={self.chunk}'}"
-        )
+        return f"feed {self.sequence} {self.count}{' all' * self.all_rows}{'' if self.chunk is None else f' chunk={self.chunk}'}"
 
 
 @dataclass(frozen=True)
@@ -168,11 +166,7 @@ def _parse_operation(part: str) -> Operation:
         if verb == "feed":
             all_rows = "all" in options
             chunks = [option.removeprefix("chunk=") for option in options if option.startswith("chunk=")]
-            if (
-                len(options) != all_rows + len(chunks)
-                or len(chunks) > 1
-                or not all(re.fullmatch("[0-9]{1,7}", c) for c in chunks)
-            ):
+            if len(options) != all_rows + len(chunks) or len(chunks) > 1 or not all(re.fullmatch("[0-9]{1,7}", c) for c in chunks):
                 raise ScheduleError(f"feed takes 'all' and 'chunk=N' once each (got {' '.join(options)!r})")
             return Feed(count, names[0], all_rows, int(chunks[0]) if chunks else None)
         if options:

@@ -37,11 +37,15 @@ def _mixed(x: int) -> int:  # the finaliser of splitmix64
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Uniform tokens of `vocab` without those to `avoid`; `planted` (position -> token) overrides them in every sequence."""
+    """Uniform tokens of `vocab` without those to `avoid`.
+
+    `planted` (position -> token) overrides them in every sequence; sequences in `fixed` read out the tokens given there instead.
+    """
 
     seed: int
     vocab: int
     avoid: frozenset[int] = frozenset()
+    fixed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     planted: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,7 +53,11 @@ class TokenStream:
             raise ValueError(f"a vocabulary of {self.vocab} without {len(self.avoid)} special ids leaves no choice of tokens")
 
     def tokens(self, sequence: str, branch: int, positions: Iterable[int]) -> list[int]:
-        """The tokens of a sequence's branch at these positions."""
+        """The tokens of a sequence's branch at these positions. IndexError beyond the end of a fixed sequence."""
+        if sequence in self.fixed:
+            if branch:
+                raise ValueError(f"sequence {sequence} has fixed tokens and none that follow a rewind")
+            return [self.fixed[sequence][position] for position in positions]
         digest = hashlib.blake2b(f"{self.seed}/{sequence}/{branch}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little")
         allowed = np.setdiff1d(np.arange(self.vocab), np.array(sorted(self.avoid), dtype=int)) if self.avoid else None

@@ -23,8 +23,8 @@ import numpy as np
 
 from harness.oracle import BLOCK_BYTES, Noise, Oracle, row_errors
 from harness.outcomes import Outcome
-from harness.replay import Plan, Replay
-from harness.schedule import Close, Open, Step
+from harness.repeats import prefix_ids, repeated
+from harness.replay import Plan, Replay, where
 from harness.target import Row
 from harness.tolerance import Tolerance, tolerance
 
@@ -91,18 +91,14 @@ def judge(replays: Sequence[Replay], plans: Sequence[Plan], oracle: Oracle, dtyp
         return Verdict(Outcome.FAIL, missing, bound=bounds.k)
     judged = _judge_rows(replays, oracle, dtype, bounds)
     verdict = _summary(judged, plans, bounds)
+    verdict.judged = judged
     if verdict.outcome is Outcome.PASS:
         tied = _too_many_ties(replays, judged, oracle, dtype)
         if tied:
             verdict.outcome, verdict.message = Outcome.FAIL, tied
     if verdict.outcome is Outcome.PASS and repeats:
-        verdict.outcome, verdict.message = _repeated(replays, plans)
+        verdict.outcome, verdict.message = repeated(replays, plans)
     return verdict
-
-
-def _where(plans: Sequence[Plan], schedule: int, operation: int, position: int) -> str:
-    text = plans[schedule].schedule
-    return f"position {position} of schedule {schedule}, operation {operation} ({text.operations[operation]})"
 
 
 def _missing_rows(replays: Sequence[Replay], plans: Sequence[Plan]) -> str:
@@ -113,13 +109,13 @@ def _missing_rows(replays: Sequence[Replay], plans: Sequence[Plan]) -> str:
         got = [(row.operation, row.position) for row in replay.rows]
         for (operation, position), pair in zip(wanted, [*got, *[None] * len(wanted)], strict=False):
             if (operation, position) != pair:
-                return f"no row for {_where(plans, schedule, operation, position)}: {len(got)} rows of {len(wanted)} came back"
+                return f"no row for {where(plans, schedule, operation, position)}: {len(got)} rows of {len(wanted)} came back"
         if len(got) > len(wanted):
             return f"schedule {schedule} yielded {len(got)} rows, {len(wanted)} are in it"
         for row in replay.rows:
             if len(row.logits) not in (0, plan.vocab) or len(replay.histories[row.history]) <= row.position:
-                where = _where(plans, schedule, row.operation, row.position)
-                return f"the row for {where} has {len(row.logits)} logits of {plan.vocab}, or no tokens that it follows"
+                place = where(plans, schedule, row.operation, row.position)
+                return f"the row for {place} has {len(row.logits)} logits of {plan.vocab}, or no tokens that it follows"
     return ""
 
 
@@ -146,8 +142,8 @@ def _judge_rows(replays: Sequence[Replay], oracle: Oracle, dtype: str, bounds: T
         block = max(1, BLOCK_BYTES // (8 * oracle.vocab))
         for start in range(0, len(members), block):
             part = members[start : start + block]
-            for (schedule, order, _), row in zip(part, _judge_block(part, truth, noise, bounds), strict=True):
-                judged[schedule, order] = row
+            for (schedule, order, _), verdict in zip(part, _judge_block(part, truth, noise, bounds), strict=True):
+                judged[schedule, order] = verdict
     return [judged[key] for key in sorted(judged)]
 
 
@@ -170,7 +166,7 @@ def _judge_block(
     index = np.arange(len(members))
     deficit = top[:, 1] - truth[index, chosen]
     result = []
-    for i, (schedule, _, row) in enumerate(members):
+    for i, (schedule, _, answer) in enumerate(members):
         flipped = chosen[i] != expected[i]
         beyond = not empty[i] and not ratio[i] <= bounds.k
         if beyond or (flipped and deficit[i] > 2 * allowed[i]):
@@ -180,8 +176,8 @@ def _judge_block(
         result.append(
             JudgedRow(
                 schedule=schedule,
-                operation=row.operation,
-                position=row.position,
+                operation=answer.operation,
+                position=answer.position,
                 word=word,
                 error_ratio=None if empty[i] else float(ratio[i]),
                 max_abs=float(largest[i]) if finite[i] and not empty[i] else None,
@@ -205,7 +201,7 @@ def _divided(error: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
 
 def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Tolerance) -> Verdict:
-    verdict = Verdict(Outcome.PASS, bound=bounds.k, rows=len(judged))
+    verdict = Verdict(Outcome.PASS, bound=bounds.k, rows=len(judged), judged=list(judged))
     if not judged:
         verdict.outcome, verdict.message = Outcome.VACUOUS, "no schedule of this cell yields a row"
         return verdict
@@ -234,14 +230,14 @@ def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Toleran
 
 
 def _blame(bad: JudgedRow, plans: Sequence[Plan], bounds: Tolerance) -> str:
-    where = _where(plans, bad.schedule, bad.operation, bad.position)
+    place = where(plans, bad.schedule, bad.operation, bad.position)
     if bad.error_ratio == math.inf and bad.max_abs is None:
-        return f"{bad.word} at {where}: the logits are not finite"
+        return f"{bad.word} at {place}: the logits are not finite"
     token = f"expected token {bad.expected}, got {bad.got} (margin {bad.margin:.3g})"
     if bad.error_ratio is None or bad.error_ratio <= bounds.k:
-        return f"{bad.word} at {where}: {token}, {bad.deficit:.3g} below the top where {2 * bad.allowed:.2g} is allowed"
+        return f"{bad.word} at {place}: {token}, {bad.deficit:.3g} below the top where {2 * bad.allowed:.2g} is allowed"
     return (
-        f"{bad.word} at {where}: error ratio {bad.error_ratio:.3g} > {bounds.k:g} "
+        f"{bad.word} at {place}: error ratio {bad.error_ratio:.3g} > {bounds.k:g} "
         f"(max |error| {bad.max_abs:.2g}, naive {bad.noise_max:.2g}); {token}"
     )
 
@@ -265,15 +261,6 @@ def _series(judged: Sequence[JudgedRow]) -> dict[str, list[float]]:
     }
 
 
-def _prefixes(history: tuple[int, ...]) -> list[int]:
-    """One number for each prefix of a history: equal for equal prefixes."""
-    value, found = 0, []
-    for token in history:
-        value = hash((value, token))
-        found.append(value)
-    return found
-
-
 def _too_many_ties(replays: Sequence[Replay], judged: Sequence[JudgedRow], oracle: Oracle, dtype: str) -> str:
     """A message where more distinct prefixes tie than the noise explains.
 
@@ -287,7 +274,7 @@ def _too_many_ties(replays: Sequence[Replay], judged: Sequence[JudgedRow], oracl
     expected = 0.0
     longest = _longest([history for replay in replays for history in replay.histories])
     for replay in replays:
-        prefixes = [_prefixes(history) for history in replay.histories]
+        prefixes = [prefix_ids(history) for history in replay.histories]
         for row in replay.rows:
             if not row.logits.size and row.chosen is None:
                 continue
@@ -302,50 +289,7 @@ def _too_many_ties(replays: Sequence[Replay], judged: Sequence[JudgedRow], oracl
     ties, limit = sum(seen.values()), expected + 6 * math.sqrt(expected) + 3
     if ties <= limit:
         return ""
-    return f"{ties} of {len(seen)} rows tie where the noise explains {expected:.1f} (at most {limit:.0f} are allowed): many ties are a drift"
-
-
-def _repeated(replays: Sequence[Replay], plans: Sequence[Plan]) -> tuple[Outcome, str]:
-    """Rows after the same tokens by the same operations since the sequence was opened must be equal bit by bit."""
-    first: dict[tuple[Any, ...], tuple[int, Row]] = {}
-    repeated = 0
-    for schedule, (replay, plan) in enumerate(zip(replays, plans, strict=True)):
-        paths = _paths(plan)
-        order = 0
-        prefixes = [_prefixes(history) for history in replay.histories]
-        for row in replay.rows:
-            key = (paths[order], prefixes[row.history][row.position])
-            order += 1
-            if key not in first:
-                first[key] = schedule, row
-                continue
-            repeated += 1
-            before, other = first[key]
-            if row.chosen != other.chosen or row.logits.tobytes() != other.logits.tobytes():
-                here, there = (_where(plans, s, r.operation, r.position) for s, r in ((schedule, row), (before, other)))
-                return Outcome.FAIL, f"not repeatable: {here} differs from {there} after the same tokens and operations"
-    if not repeated:
-        return Outcome.VACUOUS, "no row came twice by the same operations, so nothing was repeated"
-    return Outcome.PASS, ""
-
-
-def _paths(plan: Plan) -> list[tuple[Any, ...]]:
-    """For each expected row: what was done to its sequence since it was opened, up to this row."""
-    done: dict[str, list[Any]] = defaultdict(list)
-    paths: list[tuple[Any, ...]] = []
-    rows = iter(plan.expected())
-    pending = next(rows, None)
-    for index, operation in enumerate(plan.schedule.operations):
-        names = operation.sequences if isinstance(operation, Step) else (operation.sequence,)
-        for name in names:
-            if isinstance(operation, Open | Close):
-                done[name].clear()
-            else:
-                done[name].append(str(operation))
-        turn = 0
-        while pending is not None and pending[0] == index:
-            name = names[turn % len(names)]
-            paths.append((name, *done[name], turn))
-            turn += 1
-            pending = next(rows, None)
-    return paths
+    return (
+        f"{ties} of {len(seen)} rows tie where the noise explains {expected:.1f} (at most {limit:.0f} are allowed): "
+        "so many ties are a drift"
+    )

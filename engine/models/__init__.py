@@ -1,0 +1,21 @@
+"""Model families by the `model_type` of their config; a family's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from engine.errors import Refused
+
+__all__ = ["FAMILIES", "family"]
+
+FAMILIES: dict[str, str] = {  # model_type -> module
+    "llama": "engine.models.llama",
+}
+
+
+def family(model_type: str) -> ModuleType:
+    """The module of a family: `Config`, `parameters(config)`, `Model`. Raises Refused for an unknown model_type."""
+    if model_type not in FAMILIES:
+        raise Refused(f"model_type {str(model_type)[:80]!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
+    return importlib.import_module(FAMILIES[model_type])

@@ -42,8 +42,8 @@ TIED_EMBEDDING_GAIN = 2.0  # over sqrt(hidden): it is the head too
 
 
 def generator(case: Case, seed: int, name: str) -> torch.Generator:
-    """The random numbers of one part, usually a parameter, of (case, seed)."""
-    digest = hashlib.sha256(f"{case.id}/{seed}/{name}".encode()).digest()
+    """The random numbers of one part, usually a parameter, of (family, seed): the cases of a family share what they can."""
+    digest = hashlib.sha256(f"{case.family}/{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 

@@ -22,6 +22,7 @@ class Case:
     config: Mapping[str, Any]
     prompt: int = 48
     layouts: tuple[str, ...] = ("dense",)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
     planted: Mapping[int, int] = field(default_factory=dict)
 
     @property

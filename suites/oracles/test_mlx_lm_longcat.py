@@ -74,7 +74,7 @@ def test_mlx_lm_lets_the_context_run_through_eos(written, name, seed):
 
 @pytest.mark.parametrize(
     ("dtype", "least", "most"),
-    [("float32", 0.0, 1e-6), ("bfloat16", 1e-3, 3e-2)],  # measured: 2e-7, 7e-3 relative to the weight
+    [("float32", 0.0, 3e-6), ("bfloat16", 4e-3, 0.1)],  # measured: 7e-7 and 2.2e-2, relative to the weight
 )
 def test_router_of_mlx_lm_works_in_the_dtype_of_the_model(written, dtype, least, most):
     """On the router alone, since mlx has no expert product in bfloat16 on CPU; the input is exact in both dtypes."""

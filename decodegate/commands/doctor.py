@@ -1,0 +1,61 @@
+"""`decodegate doctor`: what there is here to run a gate with, and what to install."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from harness.diagnosis import Diagnosis, Finding
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(command)
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """Say which device, BLAS and versions a gate would use, who holds the lock, and what is missing.
+
+    Ends 0 unless something makes a gate impossible; what is merely absent (a peer, a checkpoint) is listed with its install command.
+
+    Examples:
+
+        decodegate doctor
+
+        decodegate doctor --json
+    """
+    from harness.diagnosis import diagnose
+    from harness.outcomes import ExitCode
+
+    found = diagnose()
+    print(json.dumps(found.to_json()) if as_json else _text(found))
+    if found.blocking:
+        raise typer.Exit(int(ExitCode.TEMPORARY))
+
+
+def _text(found: Diagnosis) -> str:
+    held = f"held by {found.lock['holder'] or 'a process that has not said who it is'}" if found.lock.get("held") else "free"
+    dirty = " with uncommitted changes" if found.dirty else ""
+    rows = [
+        ("device", found.device),
+        ("blas", found.blas),
+        ("cores", str(found.cores)),
+        ("memory", f"{found.available_bytes / 2**30:.1f} of {found.memory_bytes / 2**30:.1f} GiB free"),
+        ("commit", f"{found.commit}{dirty}" if found.commit else "not a git work tree"),
+        ("lock", f"{found.lock['path']}: {held}" if found.lock else "unusable"),
+        *((f"flag {name}", value) for name, value in found.flags.items()),
+        *((name, value) for name, value in found.versions.items()),
+    ]
+    lines = [f"{name:<22} {value}" for name, value in rows]
+    lines += ["", "targets", *map(_line, found.targets), "", "checkpoints", *map(_line, found.checkpoints), ""]
+    lines += [f"Warning: {text}" for text in found.warnings]
+    lines += [f"NOT ABLE TO RUN A GATE: {text}" for text in found.blocking] or ["A gate can run here."]
+    return "\n".join(lines)
+
+
+def _line(finding: Finding) -> str:
+    return f"  {'yes' if finding.available else 'no ':<4} {finding.name:<18} {finding.text}"

@@ -1,0 +1,217 @@
+"""`decodegate gate`: pytest with a selection, reports and exit codes around it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.outcomes import ExitCode
+
+if TYPE_CHECKING:
+    import pytest
+
+    from harness.records import Record
+
+__all__ = ["register"]
+
+SUITE = "decoding"  # the package of suites whose checks make the matrix
+RECORDS = "gate.jsonl"
+PREVIOUS = "previous.jsonl"  # the records that a rerun goes by; the run itself writes a new gate.jsonl
+SMOKE = "smollm2"
+
+
+class Isolate(str, Enum):
+    WORKER = "worker"
+    CELL = "cell"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "gate",
+        epilog="Examples:  decodegate gate  ·  decodegate gate --case llama/gqa --dtype float32  ·  "
+        "decodegate gate --target engine --target mlx_lm --checkpoint ./my-model  ·  decodegate gate --rerun-failed",
+    )(gate)
+
+
+def gate(
+    family: Annotated[list[str] | None, typer.Option(help="Run only this family (repeatable).")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Run only this case, as in llama/gqa (repeatable).")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Run only this check (repeatable).")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Run only this dtype (repeatable).")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="Run only this layout (repeatable).")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Target to judge, a known name or module:Class (repeatable).")] = None,
+    checkpoint: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint as a further case (repeatable).")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes; each has a worker of its own beside it.")] = 1,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where records and reports go.")] = Path("gate-out"),
+    seed: Annotated[int, typer.Option(help="Of weights, tokens and the shuffled order.")] = 0,
+    shuffle: Annotated[bool, typer.Option("--shuffle", help="Run cells in an order drawn from the seed.")] = False,
+    isolate: Annotated[Isolate, typer.Option(help="A process for many cells, or one for each.")] = Isolate.WORKER,
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that a cell may take.")] = 60.0,
+    build: Annotated[str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")] = None,
+    rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run only what did not pass in DIR/gate.jsonl.")] = False,
+    smoke: Annotated[
+        bool | None, typer.Option("--smoke/--no-smoke", help="Smoke of a real checkpoint; on where nothing is selected.")
+    ] = None,
+) -> None:
+    """Run the matrix of cells, judge it, and write gate.jsonl, gate.md, gate.html and gate.xml.
+
+    Exits with 0 where all is well, 1 where something is wrong, 2 on a usage error, 3 where a cell was vacuous or nothing was
+    run, 75 where only the surroundings failed.
+    """
+    import pytest
+
+    from reports import job_summary
+
+    job_summary.claim()
+    began = time.monotonic()
+    selections = {"family": family, "case": case, "check": check, "dtype": dtype, "layout": layout, "target": target}
+    arguments = [f"--gate-{name}={value}" for name, values in selections.items() for value in values or ()]
+    arguments += [f"--gate-checkpoint={path}" for path in checkpoint or ()]
+    arguments += [f"--gate-seed={seed}", f"--gate-isolate={isolate.value}", f"--gate-timeout={timeout}", f"--gate-record={out / RECORDS}"]
+    arguments += ["--gate-shuffle"] * shuffle + [f"--gate-build={build}"] * (build is not None)
+    arguments += [f"--numprocesses={jobs}"] if jobs > 1 else []
+    previous = _previous(out) if rerun_failed else None
+    arguments += [f"--gate-rerun-failed={previous}"] if previous else []
+    with_smoke = _smoke_wanted(smoke, any(selections.values()) or bool(checkpoint), previous)
+
+    reporter = _Reporter(with_smoke)
+    (out / RECORDS).unlink(missing_ok=True)
+    with reporter.showing():
+        status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
+        if status == pytest.ExitCode.USAGE_ERROR:
+            raise typer.Exit(int(ExitCode.USAGE))
+        if with_smoke and (out / RECORDS).exists():
+            reporter.smoke(out / RECORDS, seed)
+    raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
+
+
+def _base_arguments() -> list[str]:
+    """The suite, and pytest without what would get between it and the reports."""
+    found = importlib.util.find_spec("suites")
+    assert found is not None and found.submodule_search_locations is not None  # suites ship with the package
+    suite = Path(found.submodule_search_locations[0]) / SUITE
+    off = ("terminal", "cacheprovider", "randomly", "benchmark")
+    load = [] if _plugin_is_installed() else ["-p", "harness.plugin"]
+    return [*load, str(suite), "--capture=no", "-o", "addopts=", "--gate-only-cells", *(f"-pno:{name}" for name in off)]
+
+
+def _plugin_is_installed() -> bool:
+    from importlib.metadata import entry_points
+
+    return any(point.value == "harness.plugin" for point in entry_points(group="pytest11"))
+
+
+def _previous(out: Path) -> Path:
+    """A copy of the last records: the run replaces the file itself."""
+    if not (out / RECORDS).exists():
+        typer.echo(f"decodegate gate: there is no {out / RECORDS} to rerun from; run `decodegate gate --out {out}` first", err=True)
+        raise typer.Exit(int(ExitCode.USAGE))
+    shutil.copyfile(out / RECORDS, out / PREVIOUS)
+    return out / PREVIOUS
+
+
+def _smoke_wanted(asked: bool | None, selective: bool, previous: Path | None) -> bool:
+    from harness.outcomes import Outcome
+    from harness.records import RecordError, load
+    from harness.smoke import CHECKS
+
+    if asked is not None:
+        return asked
+    if previous is None:
+        return not selective
+    try:
+        return any(record.check in CHECKS and record.outcome is not Outcome.PASS for record in load(previous)[1])
+    except RecordError as error:
+        typer.echo(f"decodegate gate: {error}", err=True)
+        raise typer.Exit(int(ExitCode.USAGE)) from None
+
+
+def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> ExitCode:
+    """Reports of what was recorded, and the exit code: of the records, and of a run that did not get to its end."""
+    from harness.outcomes import exit_code
+    from reports import job_summary, read, terminal, write
+
+    for text in reporter.troubles:
+        typer.echo(text, err=True)
+    if not (out / RECORDS).exists():
+        if status == 5:  # pytest collected nothing
+            typer.echo("decodegate gate: no cell is selected, so there is no evidence; `decodegate list` says what there is", err=True)
+            return ExitCode.VACUOUS
+        typer.echo("decodegate gate: the run ended before its first cell", err=True)
+        return ExitCode.WRONG
+    summary = read(out / RECORDS)
+    written = write(summary, out)
+    terminal.summary(summary, files=[out / RECORDS, *written.values()], elapsed_s=elapsed_s)
+    job_summary.append(written["md"].read_text("utf-8"))
+    (run,) = summary.runs
+    code = exit_code(record.outcome for record in run.records)
+    cut_short = len(run.records) < run.header.selected
+    return ExitCode.WRONG if cut_short or reporter.troubles or status not in (0, 1, 5) else code
+
+
+class _Reporter:
+    """A pytest plugin that shows the run: progress instead of pytest's own terminal."""
+
+    def __init__(self, with_smoke: bool) -> None:
+        self.troubles: list[str] = []
+        self._with_smoke = with_smoke
+        self._progress: Any = None
+
+    def showing(self) -> Any:
+        from contextlib import ExitStack
+
+        self._stack = ExitStack()
+        return self._stack
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        from harness.plugin import gate_of
+        from harness.smoke import CHECKS
+
+        gate_of(config).further = len(CHECKS) * self._with_smoke
+
+    def pytest_gate_start(self, selected: int) -> None:
+        from harness.smoke import CHECKS
+        from reports.terminal import Progress
+
+        self._progress = self._stack.enter_context(Progress(selected + len(CHECKS) * self._with_smoke))
+
+    def pytest_gate_record(self, record: Record) -> None:
+        self._progress.finish(record)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        from harness.cells import cell_id_of
+
+        cell = cell_id_of(nodeid)
+        if cell and self._progress:
+            self._progress.begin(cell)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.troubles.append(f"{report.nodeid} cannot be collected:\n{report.longreprtext}")
+
+    def pytest_internalerror(self, excrepr: Any) -> bool:
+        self.troubles.append(f"pytest failed inside:\n{excrepr}")
+        return True
+
+    def smoke(self, records: Path, seed: int) -> None:
+        """The smoke's records, appended to those of the cells."""
+        from harness.records import Writer
+        from harness.smoke import Smoke, run
+
+        writer = Writer(records, None)
+
+        def keep(record: Record) -> None:
+            writer.write(record)
+            self._progress.finish(record)
+
+        try:
+            run(Smoke(SMOKE, seed=seed), keep, notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True))
+        finally:
+            writer.close()

@@ -1,0 +1,74 @@
+"""`decodegate generate`: text from a checkpoint, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from harness.outcomes import ExitCode, Infra
+
+EPILOG = """
+Examples:
+
+  decodegate generate SmolLM2-135M-Instruct.Q4_1.gguf "Why is the sky blue?"
+
+  decodegate generate ./checkpoint "Once upon a time" --no-chat --max-tokens 64
+
+  decodegate generate owner/name "A haiku, please." --temperature 0.8 --top-p 0.95 --seed 7
+
+  echo "Translate: good morning" | decodegate generate ./checkpoint - --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(generate)
+
+
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="Directory with config.json and safetensors, a GGUF file, or a hub id.")],
+    prompt: Annotated[str, typer.Argument(help="The user's message, or the text to go on from with --no-chat; - reads it from stdin.")],
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template (default: where the checkpoint has one).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, max=1_000_000, help="Stop after so many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the most likely tokens that together have this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: by device).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
+) -> None:
+    """Generate text with the engine. The text goes to stdout, speeds and notes to stderr."""
+    from engine.checkpoint import HubUnavailable
+    from engine.cli import Request
+    from engine.cli import generate as run
+    from engine.errors import EngineError
+    from engine.sampling import Sampling
+
+    try:
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        reply = run(Request(checkpoint, text, chat, max_tokens, sampling, dtype), (lambda _: None) if as_json else _write)
+    except HubUnavailable as error:
+        raise Infra(str(error)) from None
+    except EngineError as error:
+        print(f"decodegate generate: {error}", file=sys.stderr)
+        raise typer.Exit(int(ExitCode.WRONG)) from None
+    if as_json:
+        print(json.dumps(reply.as_dict()))
+    else:
+        print(flush=True)
+        print(reply.summary(), file=sys.stderr)
+
+
+def _write(text: str) -> None:
+    # A terminal of another encoding gets replacement characters, not an exception in the middle of a reply.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()

@@ -1,0 +1,121 @@
+"""`decodegate replay`: one cell again, with its rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.outcomes import ExitCode
+
+if TYPE_CHECKING:
+    from harness.cells import Cell
+    from harness.records import Record
+    from harness.verdict import JudgedRow
+
+__all__ = ["register"]
+
+SUITES = "suites.decoding"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "replay",
+        epilog="Examples:  decodegate replay 'engine::llama/gqa::rewind_and_go_on_matches_recompute[float32,dense]'  ·  "
+        "decodegate replay 'engine::llama/gqa::x[float32,dense]' --schedule 'feed 5; rewind 2; feed 1'",
+    )(replay)
+
+
+def replay(
+    cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id: target::family/case::check[dtype,layout].")],
+    schedule: Annotated[
+        list[str] | None, typer.Option(help="Replay this schedule instead of the check's (repeatable); the check's name is free then.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    target: Annotated[str | None, typer.Option(help="module:Class, where the cell's target is not a known name.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="The checkpoint, where the case is not a tiny one.")] = None,
+    build: Annotated[str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that the cell may take.")] = 300.0,
+    bad: Annotated[bool, typer.Option("--bad", help="Show only the rows that fail, and those that tie.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with record and rows.")] = False,
+) -> None:
+    """Replay one cell and show each row of logits: position, error, noise floor, bound, margin, verdict.
+
+    Exits as `decodegate gate` would for this cell alone.
+    """
+    from harness.cells import SelectionError
+    from harness.execution import Execution
+    from harness.isolation import Isolation, default_memory_bytes, default_threads
+    from harness.outcomes import exit_code
+    from harness.records import encode
+    from harness.schedule import ScheduleError
+    from harness.targets import TargetError
+    from harness.worker import Build, BuildError
+
+    try:
+        found = _cell(cell, target, checkpoint, schedule)
+        worker_build = Build.parse(build) if build else Build()
+    except (SelectionError, TargetError, ScheduleError, BuildError) as error:
+        typer.echo(f"decodegate replay: {error}", err=True)
+        raise typer.Exit(int(ExitCode.USAGE)) from None
+    isolation = Isolation(worker_build, timeout_s=timeout, threads=default_threads(1), memory_bytes=default_memory_bytes(1))
+    execution = Execution(isolation, seed, power=schedule is None)
+    try:
+        record, rows = execution.record_with_rows(found)
+    finally:
+        execution.close()
+    if as_json:
+        print(json.dumps({"record": json.loads(encode(record)), "rows": [asdict(row) for row in rows]}, indent=2, default=str))
+    else:
+        _show(record, [row for row in rows if row.word != "MATCH"] if bad else rows)
+    raise typer.Exit(int(exit_code([record.outcome])))
+
+
+def _cell(text: str, target_spec: str | None, checkpoint: Path | None, schedules: list[str] | None) -> Cell:
+    """The cell of an id; raises SelectionError, TargetError or ScheduleError, which say what there is."""
+    from harness.cells import Cell, Selection, SelectionError, checks_in, parse_cell_id, subjects, unknown
+    from harness.check import Check
+    from harness.schedule import Schedule
+    from harness.targets import resolve
+
+    target, case, check_name, dtype, layout = parse_cell_id(text)
+    (subject,) = subjects(Selection(cases=[case], dtypes=[dtype], layouts=[layout]), [checkpoint] if checkpoint else [])
+    spec = target_spec or target
+    if schedules:
+        parsed = [Schedule.parse(schedule) for schedule in schedules]
+        check = Check(check_name, "the schedule that was given", lambda _: parsed, ())
+    else:
+        checks = checks_in(SUITES)
+        if check_name not in checks:
+            raise SelectionError(unknown("check", check_name, checks))
+        check = checks[check_name]
+    return Cell(spec, resolve(spec).name, subject, check, dtype, layout)
+
+
+def _show(record: Record, rows: list[JudgedRow]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from reports.text import figure
+
+    console = Console(highlight=False, markup=False)
+    for index, schedule in enumerate(record.schedule):
+        console.print(f"schedule {index}: {schedule}", soft_wrap=True)
+    if rows:
+        table = Table(box=None, pad_edge=False)
+        for name in ("schedule", "operation", "position", "error", "noise", "bound", "ratio", "margin", "expected", "got", "verdict"):
+            table.add_column(name, justify="left" if name == "verdict" else "right")
+        for row in rows:
+            numbers = (row.max_abs, row.noise_max, row.allowed, row.error_ratio, row.margin)
+            cells = (row.schedule, row.operation, row.position, *map(figure, numbers), row.expected, row.got, row.word)
+            table.add_row(*map(str, cells), style="red" if row.bad else None)
+        console.print(table)
+    for fault, power in record.power.items():
+        console.print(f"power   {figure(power)} times the bound under {fault}")
+    ratio = "" if record.error_ratio is None else f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}"
+    console.print(f"{record.outcome}{ratio}  {record.rows} rows  {record.duration_s:.1f} s", style="bold")
+    for text in filter(None, (record.message, record.detail)):
+        console.print(text, soft_wrap=True)

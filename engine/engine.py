@@ -1,0 +1,252 @@
+"""The engine: sequences, their state, and forwards over them.
+
+One entry decodes every batch size: a step over several sequences is one forward over a row of tokens, one span each. A call
+either succeeds and has evaluated all it computed, or raises and leaves every sequence as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NewType
+
+import mlx.core as mx
+import numpy as np
+
+from engine.errors import Refused, RowsError, SequenceError
+from engine.models.model import Model
+from engine.state import SequenceStateLayout, Span, State
+
+__all__ = ["PREFILL_CHUNK", "Engine", "SequenceId"]
+
+PREFILL_CHUNK = 2048  # tokens of one forward in prefill, which bounds the memory of activations
+
+SequenceId = NewType("SequenceId", int)
+
+
+@dataclass
+class _Sequence:
+    slots: list[State]
+    length: int = 0  # the one position counter of the sequence
+    growths: int = 0  # of its slots, as far as counted
+    lost: bool = False  # an error struck while its state could not be taken back
+
+
+class Engine:
+    """Runs one loaded model. Not thread-safe: one thread owns it.
+
+    counters: opened, closed, prefill_tokens, prefill_chunks, decode_steps (forwards), decode_rows (tokens decoded),
+    batched_rows (rows of steps with two or more), cache_growths (allocations of slots), rewinds, rewound_tokens.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        layout: SequenceStateLayout = SequenceStateLayout.DENSE,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        """Raises Refused where the model has no such layout."""
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1 (got {prefill_chunk})")
+        needed = "make_caches" if layout is SequenceStateLayout.MODEL_OWNED else "make_slots"
+        if not hasattr(model, needed):
+            raise Refused(f"{type(model).__module__} has no layout {layout} (no {needed})")
+        self.model = model
+        self.layout = layout
+        self.prefill_chunk = prefill_chunk
+        self.counters: Counter[str] = Counter()
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._opened = 0
+
+    @property
+    def owns_state(self) -> bool:
+        """Whether the engine holds the sequences' states (DENSE) or the model holds that of one sequence (MODEL_OWNED)."""
+        return self.layout is SequenceStateLayout.DENSE
+
+    @property
+    def max_batch(self) -> int | None:
+        """Rows that one forward may have; None: any number."""
+        return None if self.owns_state and self.model.supports_batching else 1
+
+    def open(self) -> SequenceId:
+        """A new empty sequence. Raises Refused in layout MODEL_OWNED while another sequence is open."""
+        if self.owns_state:
+            slots = self.model.make_slots()
+        elif self._sequences:
+            raise Refused("layout model_owned serves one sequence at a time; close the open one first")
+        else:
+            slots = []
+            self.model.make_caches()
+        sequence = SequenceId(self._opened)
+        self._opened += 1
+        self._sequences[sequence] = _Sequence(slots)
+        self.counters["opened"] += 1
+        return sequence
+
+    def close(self, sequence: SequenceId) -> None:
+        """Release the sequence and its state."""
+        if self._sequences.pop(sequence, None) is None:
+            raise SequenceError(f"sequence {sequence} is not open (closed before, or of another engine)")
+        if not self.owns_state:
+            self.model.reset_runtime_state()
+        self.counters["closed"] += 1
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens the sequence holds."""
+        return self._get(sequence).length
+
+    def nbytes(self, sequence: SequenceId) -> int:
+        """Bytes of the sequence's states; 0 where the model owns them."""
+        return sum(slot.nbytes for slot in self._get(sequence).slots)
+
+    def prefill(
+        self, sequence: SequenceId, tokens: Sequence[int], *, all_logits: bool = False, chunk: int | None = None
+    ) -> mx.array:
+        """Append tokens in forwards of at most `chunk` tokens (default: the engine's prefill_chunk).
+
+        Returns the logits of the last token [1, vocab], or of all [len(tokens), vocab] with all_logits.
+        """
+        state = self._get(sequence)
+        chunk = self.prefill_chunk if chunk is None else chunk
+        if chunk < 1:
+            raise SequenceError(f"chunk must be at least 1 (got {chunk})")
+        if len(tokens) == 0:
+            raise SequenceError("nothing to prefill: the list of tokens is empty")
+        ids = self._checked(tokens)
+        before = state.length
+        parts = []
+        try:
+            for start in range(0, len(ids), chunk):
+                piece = ids[start : start + chunk]
+                is_last = start + len(piece) == len(ids)
+                rows = None if all_logits else [len(piece) - 1] if is_last else []
+                logits = self._forward(mx.array(piece), [state], [len(piece)], rows)
+                wanted = [logits] if rows != [] else []
+                self._evaluate(wanted, [state])
+                self.counters["prefill_chunks"] += 1
+                parts += wanted
+        except BaseException:
+            self._undo(state, before)
+            raise
+        self.counters["prefill_tokens"] += len(ids)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def step(self, tokens: Mapping[SequenceId, int]) -> mx.array:
+        """One token for each sequence, in one forward where the model batches. Returns logits [len(tokens), vocab].
+
+        Raises RowsError, which names each bad row (closed sequence, token outside the vocabulary), before any row is run.
+        """
+        bad: dict[Any, SequenceError] = {}
+        for sequence, token in tokens.items():
+            try:
+                self._get(sequence)
+                self._checked([token])
+            except SequenceError as error:
+                bad[sequence] = error
+        if bad:
+            raise RowsError(bad)
+        if not tokens:
+            raise SequenceError("nothing to step: no sequence was given")
+        states = [self._sequences[sequence] for sequence in tokens]
+        logits = self._step(states, mx.array(list(tokens.values()), dtype=mx.int32))
+        self._evaluate([logits], states)
+        return logits
+
+    def step_async(self, sequence: SequenceId, token: mx.array) -> mx.array:
+        """One token that is still on the device: int32 [1], a choice among the model's own logits, so not checked here.
+
+        Returns logits [1, vocab] that are not evaluated: the caller evaluates them, with `pending_arrays`, before long.
+        """
+        return self._step([self._get(sequence)], token)
+
+    def pending_arrays(self, sequence: SequenceId) -> list[mx.array]:
+        """What has to be evaluated together with the logits of `step_async`, so that no lazy graph grows."""
+        return self._arrays(self._get(sequence))
+
+    def rewind(self, sequence: SequenceId, n: int) -> None:
+        """Drop the last n tokens. Raises SequenceError beyond the start, Refused where a state cannot go back."""
+        state = self._get(sequence)
+        if not 0 <= n <= state.length:
+            raise SequenceError(f"cannot rewind {n} tokens: sequence {sequence} holds {state.length}")
+        if not self.owns_state:
+            raise Refused("layout model_owned cannot rewind: the model holds the state; use layout dense")
+        for slot in state.slots:
+            if not slot.can_rewind(n):  # all are asked before any is changed
+                raise Refused(f"a {type(slot).__name__} cannot rewind {n} tokens; restore a snapshot or open a new sequence")
+        for slot in state.slots:
+            slot.rewind(n)
+        state.length -= n
+        self.counters["rewinds"] += 1
+        self.counters["rewound_tokens"] += n
+
+    def _step(self, states: list[_Sequence], tokens: mx.array) -> mx.array:
+        size = self.max_batch or len(states)
+        groups = [slice(start, start + size) for start in range(0, len(states), size)]
+        parts = []
+        before = [state.length for state in states]
+        try:
+            for group in groups:
+                members = states[group]
+                parts.append(self._forward(tokens[group], members, [1] * len(members), None))
+                self.counters["decode_steps"] += 1
+                if len(members) > 1:
+                    self.counters["batched_rows"] += len(members)
+        except BaseException:
+            for state, length in zip(states, before, strict=True):
+                self._undo(state, length)
+            raise
+        self.counters["decode_rows"] += len(states)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def _forward(self, tokens: mx.array, states: list[_Sequence], lengths: list[int], rows: Sequence[int] | None) -> mx.array:
+        spans, start = [], 0
+        for state, length in zip(states, lengths, strict=True):
+            spans.append(Span(start, length, state.length, state.slots))
+            start += length
+        logits = self.model.forward(tokens, spans, rows)
+        for state, length in zip(states, lengths, strict=True):
+            state.length += length
+            growths = sum(slot.growths for slot in state.slots)
+            self.counters["cache_growths"] += growths - state.growths
+            state.growths = growths
+        return logits
+
+    def _evaluate(self, logits: list[mx.array], states: list[_Sequence]) -> None:
+        mx.eval(logits, [self._arrays(state) for state in states])
+
+    def _arrays(self, state: _Sequence) -> list[mx.array]:
+        if not self.owns_state:
+            return self.model.runtime_arrays()
+        return [array for slot in state.slots for array in slot.arrays()]
+
+    def _undo(self, state: _Sequence, length: int) -> None:
+        """Take back what a failed forward appended; a sequence with state that cannot go back is lost."""
+        for slot in state.slots:
+            extra = slot.length - length
+            if slot.can_rewind(extra):
+                slot.rewind(extra)
+            else:
+                state.lost = True
+        state.lost = state.lost or not self.owns_state
+        state.length = length
+
+    def _get(self, sequence: SequenceId) -> _Sequence:
+        state = self._sequences.get(sequence)
+        if state is None:
+            raise SequenceError(f"sequence {sequence} is not open (closed, or of another engine)")
+        if state.lost:
+            raise SequenceError(f"sequence {sequence} was lost in an earlier error and its state cannot be rewound; close it")
+        return state
+
+    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+        """tokens as int32 [n]. Raises SequenceError, which names the first token that the vocabulary does not have."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise SequenceError(f"tokens must be a flat list of integers (got {ids.dtype} of shape {ids.shape})")
+        outside = np.flatnonzero((ids < 0) | (ids >= self.model.vocab_size))
+        if outside.size:
+            at = int(outside[0])
+            raise SequenceError(f"token {ids[at]} at index {at} is outside the vocabulary (0 to {self.model.vocab_size - 1})")
+        return ids.astype(np.int32)

@@ -1,0 +1,87 @@
+"""Reading a config's fields: each is checked for type and bounds before anything is built from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from engine.errors import ConfigError, Refused
+
+__all__ = ["Fields"]
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """The fields of one JSON object of a config. `null` counts as absent, as in published configs.
+
+    Every reader raises ConfigError, which names the field and its value; `choice` raises Refused for an unknown name.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
+        self.raw = raw
+        self.prefix = prefix
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def integer(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(name, f"must be an integer from {least} to {most}")
+        if not least <= value <= most:
+            raise self.error(name, f"must be from {least} to {most}")
+        return value
+
+    def number(self, name: str, least: float, most: float, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(name, f"must be a number from {least:g} to {most:g}")
+        if not math.isfinite(value) or not least <= value <= most:
+            raise self.error(name, f"must be from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return value
+
+    def choice(self, name: str, known: Collection[str], default: Any = _REQUIRED) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, "must be a name")
+        if value not in known:
+            raise Refused(
+                f"config field {self.prefix}{name} = {_shown(value)} is not supported (supported: {', '.join(known)})"
+            )
+        return value
+
+    def section(self, name: str) -> Fields:
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, Mapping):
+            raise self.error(name, "must be an object")
+        return Fields(value, f"{self.prefix}{name}.")
+
+    def error(self, name: str, rule: str) -> ConfigError:
+        return ConfigError(f"config field {self.prefix}{name} {rule} (got {_shown(self.raw.get(name))})")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            if default is _REQUIRED:
+                raise ConfigError(f"config field {self.prefix}{name} is missing")
+            return default
+        return value
+
+
+def _shown(value: object, width: int = 80) -> str:
+    if isinstance(value, (str, list, tuple)) and len(value) > width:
+        value = value[:width]
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,0 +1,23 @@
+"""Peer: our engine, by its single-sequence driver. The parent puts the build's directory on PYTHONPATH."""
+
+from peer import serve
+
+
+def load(checkpoint, dtype):
+    from importlib.metadata import version
+
+    import engine
+    from engine import blas
+    from engine.direct import DirectEngine
+    from engine.sampling import Sampling
+
+    model = DirectEngine.load(checkpoint, dtype=dtype)
+
+    def generate(prompt, count):
+        return (token.id for token in model.generate(prompt, count, Sampling(temperature=0.0)))
+
+    return {"mlx": version("mlx"), "blas": blas.describe(), "engine": engine.__file__}, generate
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,209 @@
+"""Cells: the matrix of target, case, check, dtype and layout, and the selection of a part of it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import pkgutil
+import re
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import cases
+from harness.cases.case import Case
+from harness.check import Check
+from harness.outcomes import Outcome
+from harness.target import Target
+
+__all__ = [
+    "DTYPES", "Cell", "Selection", "SelectionError", "Subject", "cell_id_of", "Matrix", "checkpoint_subjects", "checks_in",
+    "parse_cell_id", "refusal", "subjects", "unknown",
+]  # fmt: skip
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_CONFIG_BYTES = 16 * 2**20
+_CELL = re.compile(r"([^:\[\]]+)::([^:\[\]/]+/[^:\[\]]+)::([^:\[\]]+)\[([a-z0-9_]+),([a-z0-9_]+)\]\Z")
+
+
+class SelectionError(ValueError):
+    """A name that selects nothing, or a checkpoint that cannot be a case; says what there is."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is loaded: a tiny case, which is built from the seed, or a checkpoint that is there already."""
+
+    case: Case
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The unit of running, recording and isolating."""
+
+    target_spec: str  # a known name or module:Class
+    target: str
+    subject: Subject
+    check: Check
+    dtype: str
+    layout: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.target}::{self.subject.case.id}::{self.check.name}[{self.dtype},{self.layout}]"
+
+    @property
+    def order(self) -> tuple[str, str, str, str]:
+        """Cells with equal order share a loaded model and an oracle; they run one after another."""
+        return (self.target, self.subject.case.id, self.dtype, self.layout)
+
+    def replay_command(self, seed: int) -> str:
+        words = ["decodegate", "replay", self.id, "--seed", str(seed)]
+        if self.target_spec != self.target:
+            words += ["--target", self.target_spec]
+        if self.subject.checkpoint is not None:
+            words += ["--checkpoint", str(self.subject.checkpoint)]
+        return shlex.join(words)
+
+
+def cell_id_of(nodeid: str) -> str | None:
+    """The cell of a pytest node id; None where the node is an ordinary test."""
+    parts = nodeid.split("::")
+    cell = "::".join(parts[-3:])
+    return cell if len(parts) > 3 and _CELL.match(cell) else None
+
+
+def parse_cell_id(text: str) -> tuple[str, str, str, str, str]:
+    """Target, case, check, dtype and layout; raises SelectionError."""
+    match = _CELL.match(text)
+    if match is None:
+        raise SelectionError(f"{text!r} is no cell; a cell reads target::family/case::check[dtype,layout]")
+    target, case, check, dtype, layout = match.groups()
+    return target, case, check, dtype, layout
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Empty: everything."""
+
+    families: Collection[str] = ()
+    cases: Collection[str] = ()
+    checks: Collection[str] = ()
+    dtypes: Collection[str] = ()
+    layouts: Collection[str] = ()
+
+    def validate(self, known: Iterable[Case]) -> None:
+        """Raise SelectionError, with near matches, for names that there are not."""
+        known = list(known)
+        _validate("family", self.families, {case.family for case in known})
+        _validate("case", self.cases, {case.id for case in known})
+        _validate("dtype", self.dtypes, set(DTYPES))
+        _validate("layout", self.layouts, {layout for case in known for layout in case.layouts})
+
+    def has_case(self, case: Case) -> bool:
+        return (not self.families or case.family in self.families) and (not self.cases or case.id in self.cases)
+
+
+def unknown(kind: str, name: str, known: Collection[str]) -> str:
+    """An error text with the near matches of a name that there is not."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:12]
+    return f"unknown {kind} {name!r}; {'near' if near else 'there is none'}: {', '.join(near)}".removesuffix(": ")
+
+
+def _validate(kind: str, names: Iterable[str], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise SelectionError(unknown(kind, name, known))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A target and the subjects that it is judged on."""
+
+    target_spec: str
+    target: Target
+    subjects: Sequence[Subject]
+    selection: Selection = field(default_factory=Selection)
+
+    def cells(self, check: Check) -> Iterator[Cell]:
+        """The selected cells of a check, in the order of subjects."""
+        if self.selection.checks and check.name not in self.selection.checks:
+            return
+        for subject in self.subjects:
+            if check.applies(subject.case):
+                for dtype in self.selection.dtypes or subject.case.dtypes:
+                    for layout in self.selection.layouts or subject.case.layouts:
+                        if layout in subject.case.layouts:
+                            yield Cell(self.target_spec, self.target.name, subject, check, dtype, layout)
+
+
+def subjects(selection: Selection, checkpoints: Iterable[Path] = ()) -> list[Subject]:
+    """The selected tiny cases, then the selected checkpoints."""
+    real = checkpoint_subjects(checkpoints)
+    selection.validate([*cases.all_cases(), *(subject.case for subject in real)])
+    tiny = [Subject(case) for case in cases.all_cases()]
+    return [subject for subject in (*tiny, *real) if selection.has_case(subject.case)]
+
+
+def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
+    """A case of each checkpoint directory, named after it: `llama/SmolLM2-135M`."""
+    found: list[Subject] = []
+    taken = {case.id for case in cases.all_cases()}
+    for path in checkpoints:
+        config = _read_config(path)
+        family = str(config.get("model_type", "")).replace("-", "_")
+        if not re.fullmatch(r"[a-z0-9_]{1,64}", family):
+            raise SelectionError(f"{path}/config.json: model_type is {config.get('model_type')!r}, not the name of a family")
+        base = re.sub(r"[^A-Za-z0-9._-]+", "_", path.resolve().name)[:80]
+        name, number = base, 1
+        while f"{family}/{name}" in taken:
+            number += 1
+            name = f"{base}-{number}"
+        taken.add(f"{family}/{name}")
+        found.append(Subject(Case(family, name, f"checkpoint {path}", config), path.resolve()))
+    return found
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise SelectionError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a model's config")
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise SelectionError(
+            f"{file}: {error.strerror}; a checkpoint is a directory with config.json and safetensors"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise SelectionError(f"{file}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise SelectionError(f"{file}: must be a JSON object (got {type(config).__name__})")
+    return config
+
+
+def checks_in(package: str) -> dict[str, Check]:
+    """Name -> check of every Check that the modules of a suite package declare."""
+    root = importlib.import_module(package)
+    modules = [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(root.__path__)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Check)]
+    return {check.name: check for check in found}
+
+
+def refusal(cell: Cell, target: Target) -> tuple[Outcome, str] | None:
+    """What the target declares that it cannot do of this cell, with the reason."""
+    can = target.capabilities
+    if can.families is not None and cell.subject.case.family not in can.families:
+        return Outcome.UNSUPPORTED, f"{target.name} does not serve the {cell.subject.case.family} family"
+    if cell.dtype not in can.dtypes:
+        return Outcome.UNSUPPORTED, f"{target.name} does not compute in {cell.dtype}"
+    if cell.layout not in can.layouts:
+        return Outcome.UNSUPPORTED, f"{target.name} has no {cell.layout} layout"
+    for need in sorted(cell.check.needs):
+        able = getattr(can, need)
+        if able is not True:
+            return Outcome.UNSUPPORTED, f"{need}: {able or 'not supported'}"
+    return None

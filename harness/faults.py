@@ -1,0 +1,245 @@
+"""Runtime faults of our engine, for the power of the checks: each breaks one seam of the loaded engine while it is planted.
+
+A fault is worth something only where it was in effect: `Planted.called` says so, and a figure without it does not count. Faults
+stand at seams that all families share (spans, states, the engine's calls), so that a new family is covered by the same ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+__all__ = ["ENGINE", "Fault", "Planted"]
+
+Patch = tuple[object, str, Callable[..., Any]]  # an object, the name of its attribute, and what to put there
+
+
+@dataclass
+class Planted:
+    """What a planted fault reports."""
+
+    called: bool = False  # the broken code ran and did what is wrong
+
+    def mark(self) -> None:
+        self.called = True
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`make` is called in the worker, after the engine was imported."""
+
+    name: str
+    breaks: str  # what goes wrong, one clause
+    make: Callable[[Planted], list[Patch]]
+
+    @contextmanager
+    def planted(self) -> Iterator[Planted]:
+        report = Planted()
+        patches = self.make(report)
+        if not patches:
+            raise LookupError(f"fault {self.name} finds nothing to break")
+        with ExitStack() as stack:
+            for owner, attribute, replacement in patches:
+                stack.enter_context(mock.patch.object(owner, attribute, replacement))
+            yield report
+
+
+def _everywhere(original: object, replacement: Callable[..., Any]) -> list[Patch]:
+    """The patches of every name in a loaded engine module that is bound to this object."""
+    modules = [module for name, module in sys.modules.items() if name == "engine" or name.startswith("engine.")]
+    return [
+        (module, name, replacement) for module in modules for name, value in list(vars(module).items()) if value is original
+    ]
+
+
+def _rope_offset_off_by_one(planted: Planted) -> list[Patch]:
+    from engine import engine
+    from engine.state import Span
+
+    def span(start: int, length: int, offset: int, slots: Any) -> Span:
+        if offset > 0:
+            planted.mark()
+            offset += 1
+        return Span(start, length, offset, slots)
+
+    return [(engine, "Span", span)]
+
+
+def _batch_shares_first_offset(planted: Planted) -> list[Patch]:
+    from engine import engine
+    from engine.state import Span
+
+    first = 0
+
+    def span(start: int, length: int, offset: int, slots: Any) -> Span:
+        nonlocal first
+        if start == 0:
+            first = offset
+        elif offset != first:
+            planted.mark()
+        return Span(start, length, first, slots)
+
+    return [(engine, "Span", span)]
+
+
+def _mask_missing_on_later_chunks(planted: Planted) -> list[Patch]:
+    import mlx.core as mx
+
+    from engine.layers.attention import attention
+
+    def unmasked(q: mx.array, k: mx.array, v: mx.array, *args: Any, **options: Any) -> mx.array:
+        count = q.shape[2]
+        if count == 1 or count == k.shape[2]:
+            return attention(q, k, v, *args, **options)
+        planted.mark()  # a query alone is the last one, and sees every key
+        return mx.concatenate([attention(q[:, :, i : i + 1], k, v, *args, **options) for i in range(count)], axis=2)
+
+    return _everywhere(attention, unmasked)
+
+
+def _kv_write_one_slot_early(planted: Planted) -> list[Patch]:
+    import mlx.core as mx
+
+    from engine.state import KVState
+
+    append = KVState.append
+
+    def early(self: KVState, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.length == 0:
+            return append(self, keys, values)
+        planted.mark()
+        self.rewind(1)
+        return append(self, *(mx.concatenate([new[:, :, :1], new], axis=2) for new in (keys, values)))
+
+    return [(KVState, "append", early)]
+
+
+def _rewind_moves_only_the_counter(planted: Planted) -> list[Patch]:
+    from engine.state import KVState
+
+    def rewind(self: KVState, n: int) -> None:
+        if n > 0:
+            planted.mark()
+
+    return [(KVState, "rewind", rewind)]
+
+
+def _rewind_drops_one_too_few(planted: Planted) -> list[Patch]:
+    from engine.state import KVState
+
+    original = KVState.rewind
+
+    def rewind(self: KVState, n: int) -> None:
+        if n > 0:
+            planted.mark()
+            original(self, n - 1)
+
+    return [(KVState, "rewind", rewind)]
+
+
+def _last_row_from_wrong_index(planted: Planted) -> list[Patch]:
+    from engine.engine import Engine
+
+    forward = Engine._forward
+
+    def wrong(self: Engine, tokens: Any, states: Any, lengths: Any, rows: Any) -> Any:
+        if rows and rows[-1] > 0:
+            planted.mark()
+            rows = [*rows[:-1], rows[-1] - 1]
+        return forward(self, tokens, states, lengths, rows)
+
+    return [(Engine, "_forward", wrong)]
+
+
+def _stale_state_after_close(planted: Planted) -> list[Patch]:
+    from engine.engine import Engine, SequenceId
+
+    open_, close = Engine.open, Engine.close
+    left: dict[Engine, Any] = {}  # the slots of the sequence that was closed last
+
+    def stale_open(self: Engine) -> SequenceId:
+        sequence = open_(self)
+        if self in left:
+            planted.mark()
+            self._sequences[sequence].slots = left.pop(self)
+        return sequence
+
+    def leaky_close(self: Engine, sequence: SequenceId) -> None:
+        left[self] = self._sequences[sequence].slots
+        close(self, sequence)
+
+    return [(Engine, "open", stale_open), (Engine, "close", leaky_close)]
+
+
+def _sequences_share_state(planted: Planted) -> list[Patch]:
+    from engine.engine import Engine, SequenceId
+
+    open_ = Engine.open
+
+    def shared(self: Engine) -> SequenceId:
+        others = list(self._sequences.values())
+        sequence = open_(self)
+        if others:
+            planted.mark()
+            self._sequences[sequence].slots = others[0].slots
+        return sequence
+
+    return [(Engine, "open", shared)]
+
+
+def _batch_rows_swapped(planted: Planted) -> list[Patch]:
+    import mlx.core as mx
+
+    from engine.engine import Engine
+
+    step = Engine.step
+
+    def swapped(self: Engine, tokens: Mapping[Any, int]) -> mx.array:
+        rows = step(self, tokens)
+        if len(tokens) == 1:
+            return rows
+        planted.mark()
+        return mx.concatenate([rows[1:], rows[:1]])
+
+    return [(Engine, "step", swapped)]
+
+
+def _noise_in_logits(planted: Planted) -> list[Patch]:
+    from engine.engine import Engine
+
+    forward = Engine._forward
+    calls = 0
+
+    def noisy(self: Engine, tokens: Any, states: Any, lengths: Any, rows: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        planted.mark()
+        return forward(self, tokens, states, lengths, rows) * (1 + 1e-2 * calls)
+
+    return [(Engine, "_forward", noisy)]
+
+
+_ALL = (
+    Fault("rope_offset_off_by_one", "positions are one too high wherever the cache is not empty", _rope_offset_off_by_one),
+    Fault("batch_shares_first_offset", "all rows of a batch take the position of the first", _batch_shares_first_offset),
+    Fault("mask_missing_on_later_chunks", "queries of a chunk on a filled cache see later keys", _mask_missing_on_later_chunks),
+    Fault("kv_write_one_slot_early", "new keys and values also overwrite those of the token before", _kv_write_one_slot_early),
+    Fault(
+        "rewind_moves_only_the_counter",
+        "a rewind leaves the dropped keys where attention sees them",
+        _rewind_moves_only_the_counter,
+    ),
+    Fault("rewind_drops_one_too_few", "a rewind leaves one of the dropped tokens in the cache", _rewind_drops_one_too_few),
+    Fault("last_row_from_wrong_index", "prefill gives the row before the last", _last_row_from_wrong_index),
+    Fault(
+        "stale_state_after_close", "the next sequence starts on the state of the one that was closed", _stale_state_after_close
+    ),
+    Fault("sequences_share_state", "a second sequence writes into the state of the first", _sequences_share_state),
+    Fault("batch_rows_swapped", "the rows of a batched step come back in another order", _batch_rows_swapped),
+    Fault("noise_in_logits", "logits grow by a hundredth with each call", _noise_in_logits),
+)
+ENGINE: dict[str, Fault] = {fault.name: fault for fault in _ALL}

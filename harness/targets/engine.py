@@ -1,0 +1,107 @@
+"""Our own engine as a target."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from harness import faults
+from harness.outcomes import Unsupported
+from harness.target import Capabilities, GreedyResult, Loaded, Session
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from engine.engine import Engine, SequenceId
+    from engine.models.model import Model
+
+__all__ = ["EngineTarget"]
+
+
+class EngineTarget:
+    """`package` is what a build replaces; `faults` are what power is measured with."""
+
+    name = "engine"
+    package = "engine"
+    faults = faults.ENGINE
+    capabilities = Capabilities(
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        layouts=frozenset({"dense"}),
+    )
+
+    def require(self) -> None:
+        """Always there: the engine is part of the project."""
+
+    def environment(self) -> dict[str, str]:
+        from engine import blas
+
+        blas.bind()
+        import mlx.core as mx
+
+        return {"mlx": metadata.version("mlx"), "device": str(mx.default_device()), "blas": blas.describe()}
+
+    def load(self, checkpoint: Path, *, dtype: str, layout: str) -> Loaded:
+        from engine.checkpoint import load
+        from engine.errors import Refused
+        from engine.models import family
+
+        try:
+            loaded = load(checkpoint, dtype=dtype)
+            return _LoadedModel(family(loaded.model_type).Model(loaded.config, loaded.weights))
+        except Refused as error:
+            raise Unsupported(str(error)) from None
+
+
+class _LoadedModel:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def start(self) -> Session:
+        from engine.engine import Engine
+
+        return _EngineSession(Engine(self._model))
+
+
+class _EngineSession:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ids: dict[str, SequenceId] = {}
+        self._last: dict[str, mx.array] = {}  # [1, vocab]: the last row of each sequence
+
+    def open(self, sequence: str) -> None:
+        self._ids[sequence] = self._engine.open()
+
+    def feed(self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None) -> np.ndarray:
+        rows = self._engine.prefill(self._ids[sequence], tokens, all_logits=all_rows, chunk=chunk)
+        self._last[sequence] = rows[-1:]
+        return _numpy(rows)
+
+    def step(self, tokens: dict[str, int]) -> np.ndarray:
+        rows = self._engine.step({self._ids[sequence]: token for sequence, token in tokens.items()})
+        for index, sequence in enumerate(tokens):
+            self._last[sequence] = rows[index : index + 1]
+        return _numpy(rows)
+
+    def greedy(self, sequence: str, count: int) -> GreedyResult:
+        from engine.direct import decode
+
+        tokens, rows = decode(self._engine, self._ids[sequence], self._last[sequence], count)
+        return GreedyResult(tokens, _numpy(rows))
+
+    def rewind(self, sequence: str, count: int) -> None:
+        self._engine.rewind(self._ids[sequence], count)
+
+    def close(self, sequence: str) -> None:
+        self._engine.close(self._ids.pop(sequence))
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._engine.counters)
+
+
+def _numpy(rows: mx.array) -> np.ndarray:
+    import mlx.core as mx
+
+    return np.array(rows.astype(mx.float32))

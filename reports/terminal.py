@@ -1,0 +1,283 @@
+"""The terminal: progress while a run goes on, and the summary after it. Quiet where all is well, exact where it is not.
+
+On a terminal, one live block shows the bar, the counts and the current cell; a cell that does not pass scrolls by above it at
+once. Anywhere else (CI logs, pipes) the same is said in plain lines without a single control character.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from harness.outcomes import Outcome
+from harness.records import Record
+from reports.summary import BAD, MARKS, POWER_WANTED, DtypeFigures, Power, Summary, case_id
+from reports.text import duration, figure, lines, one_line, plural, shorten, times
+
+__all__ = ["Progress", "make_console", "summary"]
+
+_FULL_FAILURES = 20  # beyond that a failure takes two lines instead of four
+_PLAIN_WIDTH = 120
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """A console on `file` (stdout). Markup in texts is never obeyed; away from a terminal there is no colour and no cursor."""
+    stream = file or sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+        stream.reconfigure(errors="replace")  # a mark that the encoding lacks is no reason to lose a report
+    options: dict[str, object] = {"markup": False, "highlight": False, "emoji": False}
+    if stream.isatty():
+        return Console(file=stream, **options)  # type: ignore[arg-type]
+    return Console(file=stream, force_terminal=False, no_color=True, color_system=None, width=_PLAIN_WIDTH, **options)  # type: ignore[arg-type]
+
+
+class Progress:
+    """Shows a run while it goes on; a context manager.
+
+    >>> with Progress(132) as progress:
+    ...     progress.begin("engine::llama/gqa::...")
+    ...     progress.finish(record)
+    """
+
+    def __init__(self, selected: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or make_console()
+        self._selected = selected
+        self._clock = clock
+        self._start = clock()
+        self._running: dict[str, float] = {}
+        self._counts: Counter[Outcome] = Counter()
+        self._next_line = 0.0
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._spinner = Spinner("dots", style="dim")
+            self._live = Live(get_renderable=self._block, console=self._console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> Progress:
+        self._start = self._clock()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    @property
+    def done(self) -> int:
+        return self._counts.total()
+
+    def begin(self, cell: str) -> None:
+        """A worker has started on the cell."""
+        self._running[cell] = self._clock()
+
+    def finish(self, record: Record) -> None:
+        """The cell has ended; what did not pass is shown at once."""
+        self._running.pop(record.cell, None)
+        self._counts[record.outcome] += 1
+        if record.outcome not in (Outcome.PASS, Outcome.UNSUPPORTED):
+            _print(self._console, _headline(record))
+        if self._live is None:
+            share = self.done / max(self._selected, 1)
+            if share >= self._next_line or self.done == self._selected:
+                _print(self._console, Text(f"[{self.done:>{len(str(self._selected))}}/{self._selected}] ") + self._tally())
+                self._next_line = share + 0.1
+
+    def _tally(self) -> Text:
+        parts = [Text(f"{MARKS[o].glyph} {self._counts[o]} {o}", MARKS[o].style) for o in MARKS if self._counts[o]]
+        parts.append(Text(duration(self._clock() - self._start), "dim"))
+        return _dotted(parts)
+
+    def _block(self) -> RenderableType:
+        now = self._clock()
+        width = max(10, min(40, self._console.width - 60))
+        filled = min(width * self.done // max(self._selected, 1), width)
+        red = any(self._counts[outcome] for outcome in BAD)
+        bar = Text.assemble(("━" * filled, "red" if red else "green"), ("━" * (width - filled), "bright_black"))
+        top = Text("  ").append_text(bar).append(f"  {self.done}/{self._selected}  ", "bold").append_text(self._tally())
+        rows: list[RenderableType] = [Text(""), _fit(top, self._console)]
+        if self._running:
+            cell, began = next(iter(self._running.items()))  # the one that has run longest
+            more = f"  +{len(self._running) - 1} more" if len(self._running) > 1 else ""
+            slow = f"  {duration(now - began)}" if now - began >= 2 else ""
+            label = shorten(one_line(cell), max(self._console.width - 8 - len(more) - len(slow), 10))
+            current = Table.grid(padding=(0, 1))
+            current.add_row(Text(" "), self._spinner, Text.assemble((label, "dim"), (slow, "yellow"), (more, "dim")))
+            rows.append(current)
+        return Group(*rows)
+
+
+def summary(
+    report: Summary, console: Console | None = None, *, files: Iterable[Path | str] = (), elapsed_s: float | None = None
+) -> None:
+    """What a user looks at most: failures first, then the figures that make the rest credible, then where to read on.
+
+    elapsed_s: time on the clock, where the caller knows it; the records only know the time in cells.
+    """
+    console = console or make_console()
+    out: list[Text] = []
+    attention = report.bad + report.of(Outcome.FLAKE)
+    compact = len(attention) > _FULL_FAILURES
+    for record in attention:
+        out += _failure(report, record, compact, console.width)
+    if compact:
+        out.append(Text(""))
+    for outcome, reason, records in report.reasons(Outcome.INFRA):
+        mark = MARKS[outcome]
+        what = f" {plural(len(records), 'cell')} {outcome}: {one_line(reason) or mark.meaning}"
+        out += [Text.assemble("  ", (mark.glyph, mark.style), what), Text("")]
+    out += [*_verdict(report, elapsed_s), Text(""), *_facts(report, files, console.width - 1)]
+    console.print()
+    for text in out:
+        _print(console, text)
+    console.print()
+
+
+def _failure(report: Summary, record: Record, compact: bool, width: int) -> list[Text]:
+    headline = _headline(record)
+    if len(report.columns) > 1:
+        headline.append(f"  {one_line(report.column(record))}", "cyan")
+    numbers = _dotted(_numbers(record, compact))
+    replay = [Text(f"    {one_line(record.replay)}")] if record.replay else []
+    if compact and numbers and headline.cell_len + numbers.cell_len + 2 < width:
+        return [headline.append("  ").append_text(numbers), *replay]
+    block = [headline, *([Text("    ").append_text(numbers)] if numbers else [])]
+    if compact:
+        return block + replay
+    if record.message and (record.outcome is not Outcome.FAIL or record.first_bad_position is None):
+        block.append(Text(f"    {one_line(record.message)}"))
+    tail = one_line((lines(record.detail) or [""])[-1])
+    if record.outcome in (Outcome.ERROR, Outcome.CRASH, Outcome.TIMEOUT) and tail and tail not in one_line(record.message):
+        block.append(Text(f"    {tail}", "dim"))
+    return [*block, *replay, Text("")]
+
+
+def _headline(record: Record) -> Text:
+    """Mark, case, check, dtype: enough to know which cell it is without its full id."""
+    mark = MARKS[record.outcome]
+    text = Text.assemble("  ", (mark.glyph, mark.style), f" {one_line(case_id(record))}  ", (one_line(record.check), "bold"))
+    layout = f" {record.layout}" if record.layout not in ("", "dense") else ""
+    text.append(f"  {one_line(record.dtype + layout)}", "dim")
+    if record.outcome is not Outcome.FAIL:
+        text.append(f"  {record.outcome}", mark.style)
+    return text
+
+
+def _numbers(record: Record, compact: bool = False) -> list[Text]:
+    parts = []
+    if record.first_bad_position is not None:
+        parts.append(Text.assemble("position " if compact else "first bad position ", (str(record.first_bad_position), "bold")))
+    if record.error_ratio is not None:
+        bound = f" (bound {figure(record.bound)})" if record.bound is not None else ""
+        parts.append(Text.assemble("error ratio ", (figure(record.error_ratio), "bold"), bound))
+    if compact:
+        return parts
+    token = record.first_bad_token or {}
+    if "expected" in token and "got" in token:
+        parts.append(Text(f"token {one_line(str(token['expected']))} expected, {one_line(str(token['got']))} got"))
+    if record.margin is not None and parts:
+        parts.append(Text(f"margin {figure(record.margin)}", "dim"))
+    return parts
+
+
+def _verdict(report: Summary, elapsed_s: float | None) -> list[Text]:
+    mark = MARKS[report.outcome]
+    style = mark.style if report.outcome is not Outcome.PASS else "bold green"
+    spent = duration(elapsed_s) if elapsed_s is not None else f"{duration(report.duration_s)} in cells"
+    head = [Text.assemble("  ", (f"{mark.glyph} {report.verdict}", style), ("  ", ""), (spent, "dim"))]
+    if len(report.counts) > 1:
+        counts = _dotted([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
+        head.append(Text("    ") + counts)
+    return head
+
+
+def _facts(report: Summary, files: Iterable[Path | str], width: int) -> Iterable[Text]:
+    """Label and text; what says where a figure comes from is cut to the width, all else is whole."""
+    pattern = [(one_line(check), f"{red}/{total}") for check, red, total in report.bad_by_check]
+    yield from _block("wrong in", [Text(f"{share:>7}  {check}") for check, share in pattern[:6]], width)
+    if len(pattern) > 6:
+        yield _labelled("", Text(f"         and {plural(len(pattern) - 6, 'more check')}", "dim"))
+    yield from _block("error", _error_facts(report.dtypes), width)
+    ties, rows = report.ties
+    if rows:
+        yield _labelled("ties", Text(f"{ties} of {plural(rows, 'row')}"))
+    if report.power:
+        yield from _block("power", [_power_fact(report.power[0])], width)
+    if missing := report.without_power:
+        fact = Text(f"no fault planted on {plural(len(missing), 'check')}", "yellow").append(f"  {', '.join(missing)}", "dim")
+        yield from _block("" if report.power else "power", [fact], width)
+    yield from _block("smoke", [fact for record in report.smoke for fact in _smoke_facts(record)], width)
+    for outcome, reason, records in report.reasons(Outcome.UNSUPPORTED)[:3]:
+        fact = Text(f"{plural(len(records), 'cell')} {outcome}").append(f"  {one_line(reason)}", "dim")
+        yield from _block(MARKS[outcome].glyph, [fact], width)
+    for run in report.runs:
+        for note in run.header.notes:
+            yield _labelled("note", Text(one_line(note), "yellow"))
+    for index, path in enumerate(files):
+        yield _labelled("" if index else "reports", Text(str(path)))
+
+
+def _block(label: str, facts: Iterable[Text], width: int) -> Iterable[Text]:
+    for index, fact in enumerate(facts):
+        line = _labelled("" if index else label, fact)
+        line.truncate(width, overflow="ellipsis")
+        yield line
+
+
+def _labelled(label: str, fact: Text) -> Text:
+    return Text.assemble((f"  {label:<9} ", "dim"), fact)
+
+
+def _error_facts(figures: Sequence[DtypeFigures]) -> Iterable[Text]:
+    """Worst error ratio against its bound, and the noise floor that it is measured with, by dtype."""
+    names = [one_line(entry.dtype) for entry in figures]
+    ratios = [f"{figure(e.worst.error_ratio)} of {figure(e.worst.bound)}" if e.worst else "" for e in figures]
+    noises = [f"noise floor {figure(entry.noise_max)}" for entry in figures]
+    for entry, name, ratio, noise in zip(figures, names, ratios, noises, strict=True):
+        worst = entry.worst
+        beyond = worst is not None and worst.bound is not None and not (worst.error_ratio or 0.0) <= worst.bound
+        line = Text(f"{name:<{max(map(len, names))}}  ").append(f"{ratio:<{max(map(len, ratios))}}", "red" if beyond else "")
+        where = f"  {case_id(worst)} {worst.check}" if worst else ""
+        yield line.append(f"  {noise:<{max(map(len, noises))}}", "dim").append(one_line(where).rjust(len(where)), "dim")
+
+
+def _power_fact(power: Power) -> Text:
+    text = Text(f"weakest {times(power.times)} the bound", "yellow" if power.weak else "")
+    if power.weak:
+        text.append(f", at least {POWER_WANTED:.0f}× is wanted", "yellow")
+    return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
+
+
+def _smoke_facts(record: Record) -> Iterable[Text]:
+    mark = MARKS[record.outcome]
+    ratio = f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}" if record.error_ratio is not None else ""
+    yield Text.assemble((mark.glyph, mark.style), f" {one_line(case_id(record))} {one_line(record.dtype)}{ratio}")
+    if record.message:
+        yield Text(f"  {one_line(record.message)}", "dim")
+
+
+def _dotted(parts: Iterable[Text]) -> Text:
+    text = Text()
+    for index, part in enumerate(parts):
+        text.append(" · " * (index > 0), "dim").append_text(part)
+    return text
+
+
+def _fit(text: Text, console: Console) -> Text:
+    text.truncate(console.width - 1, overflow="ellipsis")
+    return text
+
+
+def _print(console: Console, text: Text) -> None:
+    """Lines are not broken by us, so that a command can be copied whole."""
+    console.print(text, soft_wrap=True)

@@ -1,0 +1,45 @@
+"""Tokens that were dropped leave no trace: what follows a rewind is as if they had never been fed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.cases.case import Case
+from harness.check import Check
+from harness.schedule import Feed, Operation, Rewind, Schedule, Step
+from suites.decoding.lengths import ALLOCATION_STEP, allocation_boundaries, crosses_allocation
+
+
+def _rewinds_to(lengths: Sequence[int], n: int) -> Schedule:
+    """Feed n, then for each length: drop the rest, and feed another suffix up to n again."""
+    operations: list[Operation] = [Feed(n)]
+    for length in lengths:
+        operations += [Rewind(n - length), Feed(n - length)]
+    return Schedule(tuple(operations))
+
+
+def _schedules(case: Case) -> Sequence[Schedule]:
+    n = case.prompt
+    if crosses_allocation(case):
+        step = ALLOCATION_STEP
+        return [
+            _rewinds_to([*reversed(allocation_boundaries(case)), 3], n),
+            Schedule((Feed(step - 2), Step(5), Rewind(4), Step(4), Rewind(1), Feed(8), Rewind(9), Step(3))),
+        ]
+    every = [n - count for count in (1, 2, 3, 5, 8, 13, 21, n // 2, n - 2, n - 1, n)]
+    return [
+        _rewinds_to(every, n),
+        Schedule.parse(f"feed a {n}; rewind a 1; step a 4; rewind a 3; step a 4; rewind a 2; feed a 5"),
+        Schedule.parse(
+            f"feed a 16; feed a {n - 16}; rewind a {n - 17}; step a 3; rewind a 4; step a 3; rewind a 4; feed a 7; step a 2"
+        ),
+    ]
+
+
+rewind_and_go_on_matches_recompute = Check(
+    name="rewind_and_go_on_matches_recompute",
+    holds="after the last tokens are dropped and others are fed, logits are those of the tokens that are left",
+    schedules=_schedules,
+    faults=("rewind_moves_only_the_counter", "rewind_drops_one_too_few"),
+    needs=frozenset({"rewind"}),
+)
