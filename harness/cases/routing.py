@@ -7,9 +7,10 @@ channels. What an expert's logit is for a group is drawn at random until, for ev
 corrected scores on both sides of the top-k edge lie at least EDGE apart. The rest of the hidden state still shifts the logits
 a little, so the choice stands but the weights depend on the context.
 
-`reroute` then measures the margins with the reference over tokens that hold the whole vocabulary, and draws again where the
-least is below MARGIN: the bound holds for every seed by construction, not by the luck of a seed.
-Measured (suites/reference/test_margins.py): MARGIN is at least eight times what naive bfloat16 moves any margin by.
+`reroute` then measures the margins with the reference over three passes of the whole vocabulary, and draws again where the
+least is below MARGIN: the bound holds for every seed by construction, not by the luck of a seed. On other tokens a margin may
+be smaller, since the rest of the hidden state differs: suites/reference/test_margins.py holds every margin of twenty seeds to
+at least five times what naive bfloat16 moves it by.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ __all__ = ["CODE", "GROUPS", "MARGIN", "exact", "reroute"]
 CODE = 8  # channels of the hidden state that hold the code word
 GROUPS = 6
 AMPLITUDE = 1.6  # root mean square of a code word in the embedding
-LEAK = 0.03  # factor on what blocks write to the code channels
-CONTEXT = 0.02  # standard deviation of what the other channels add to a router logit, before the norm weight
+LEAK = 0.015  # factor on what blocks write to the code channels
+CONTEXT = 0.015  # standard deviation of what the other channels add to a router logit, before the norm weight
 RESIDUAL = 1.4  # root mean square of the residual where the first router reads it; it grows as the root of the branches added
 SPACING = 0.8  # between the logits of neighbouring ranks, at the nominal size of the code word
 SIZES = (0.5, 0.6, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 1.8, 2.2)  # of the normed code word, relative to the nominal one
@@ -107,7 +108,7 @@ def _plant(config: Mapping[str, Any], tensors: dict[str, Tensor], generator: tor
         nominal = RESIDUAL * math.sqrt(1 + 2 * layer)
         # a zero expert adds the normed code word to the residual: nearly even norm weights keep its direction
         norm = tensors[f"model.layers.{layer}.post_attention_layernorm.0.weight"].clone()
-        norm[:CODE] = exact((0.04 * torch.randn(CODE, generator=generator)).exp())
+        norm[:CODE] = exact((0.02 * torch.randn(CODE, generator=generator)).exp())
         planted[f"model.layers.{layer}.post_attention_layernorm.0.weight"] = norm
         read = (table - offset).T @ words / (CODE * AMPLITUDE**2) * nominal / norm[:CODE]
         noise = CONTEXT / math.sqrt(hidden) * torch.randn(experts, hidden - CODE, generator=generator)
