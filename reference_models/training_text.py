@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pydoc_data.topics
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def documents() -> list[list[dict[str, str]]]:
 def render(template: Path, messages: list[dict[str, str]], bos: str, **options: Any) -> str:
     """The text of a chat in a checkpoint's template."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # jinja's own escapes for HTML
     return environment.from_string(template.read_text("utf-8")).render(messages=messages, bos_token=bos, **options)
 
 
