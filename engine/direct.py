@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from engine.engine import Engine, SequenceId
 from engine.errors import SequenceError
@@ -51,7 +52,7 @@ class _Stream:
         self.logits = self._engine.step_async(self._sequence, token)
         try:
             self._choose()
-            return int(token.tolist()[0]), row
+            return int(np.asarray(token)[0]), row
         except BaseException:  # an interrupt too: nobody learns of the token, so the sequence must not hold it
             self._engine.rewind(self._sequence, 1)
             raise
@@ -154,7 +155,7 @@ class DirectEngine:
         cls, source: str | Path, *, dtype: str | None = None, layout: SequenceStateLayout = SequenceStateLayout.DENSE
     ) -> DirectEngine:
         """Load a directory, a GGUF file or a hub id; see engine.checkpoint.load for dtypes and errors."""
-        from engine.checkpoint import load
+        from engine.checkpoint import load  # here: brings tokenizers and hub access, which `decode` needs not
 
         loaded = load(source, dtype=dtype)
         model = family(loaded.model_type).Model(loaded.config, loaded.weights)

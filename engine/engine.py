@@ -21,6 +21,7 @@ from engine.state import SequenceStateLayout, Span, State
 __all__ = ["PREFILL_CHUNK", "Engine", "SequenceId"]
 
 PREFILL_CHUNK = 2048  # tokens of one forward in prefill, which bounds the memory of activations
+CLEAR_CACHE_FROM = 256  # tokens of a chunk whose buffers are given back: the next chunk's are larger and cannot reuse them
 
 SequenceId = NewType("SequenceId", int)
 
@@ -127,6 +128,8 @@ class Engine:
                 self._evaluate(wanted, [state])
                 self.counters["prefill_chunks"] += 1
                 parts += wanted
+                if len(piece) >= CLEAR_CACHE_FROM:
+                    mx.clear_cache()
         except BaseException:
             self._undo(state, before)
             raise
@@ -139,10 +142,11 @@ class Engine:
         Raises RowsError, which names each bad row (closed sequence, token outside the vocabulary), before any row is run.
         """
         bad: dict[Any, SequenceError] = {}
+        ids = []
         for sequence, token in tokens.items():
             try:
                 self._get(sequence)
-                self._checked([token])
+                ids.append(self._checked([token]))
             except SequenceError as error:
                 bad[sequence] = error
         if bad:
@@ -150,7 +154,7 @@ class Engine:
         if not tokens:
             raise SequenceError("nothing to step: no sequence was given")
         states = [self._sequences[sequence] for sequence in tokens]
-        logits = self._step(states, mx.array(list(tokens.values()), dtype=mx.int32))
+        logits = self._step(states, mx.array(np.concatenate(ids)))
         self._evaluate([logits], states)
         return logits
 
@@ -242,7 +246,10 @@ class Engine:
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
         """tokens as int32 [n]. Raises SequenceError, which names the first token that the vocabulary does not have."""
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:  # ragged
+            raise SequenceError("tokens must be a flat list of integers") from None
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise SequenceError(f"tokens must be a flat list of integers (got {ids.dtype} of shape {ids.shape})")
         outside = np.flatnonzero((ids < 0) | (ids >= self.model.vocab_size))

@@ -1,0 +1,75 @@
+"""engine/blas.py, each case in a process of its own, because a BLAS is bound once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MLX brings its own BLAS elsewhere")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch lends the BLAS")
+
+
+def run(code: str, setting: str | None = None) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("DECODEGATE_BLAS", "OMP_WAIT_POLICY")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    if setting is not None:
+        environment["DECODEGATE_BLAS"] = setting
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+DESCRIBE = "from engine import blas; print(blas.describe())"
+
+
+@needs_torch
+def test_importing_engine_binds_what_torch_ships_without_importing_torch():
+    out = run(f"{DESCRIBE}; import sys; print('torch' in sys.modules, 'OMP_WAIT_POLICY' in __import__('os').environ)")
+    assert "via libtorch_cpu.so" in out
+    assert "False False" in out
+
+
+@needs_torch
+def test_matmul_is_right_before_and_after_torch_is_imported_in_the_same_process():
+    out = run(
+        "import engine, mlx.core as mx, numpy as np\n"
+        "a, b = (np.random.default_rng(s).normal(size=(70, 70)).astype(np.float32) for s in (0, 1))\n"
+        "good = lambda: np.allclose(np.array(mx.array(a) @ mx.array(b)), a @ b, atol=1e-4)\n"
+        "print(good())\n"
+        "import torch\n"
+        "print(good(), np.allclose((torch.from_numpy(a) @ torch.from_numpy(b)).numpy(), a @ b, atol=1e-4))\n"
+    )
+    assert out.split() == ["True", "True", "True"]
+
+
+def test_off_leaves_mlx_with_its_own():
+    out = run(
+        "from engine import blas; print(blas.describe()); import ctypes; print(hasattr(ctypes.CDLL(None), 'sgemm_'))", "off"
+    )
+    assert "off (DECODEGATE_BLAS=off)" in out
+    assert "False" in out
+
+
+def test_too_late_is_said_where_mlx_was_imported_first():
+    assert "mlx.core was imported before engine" in run(f"import mlx.core; {DESCRIBE}")
+
+
+def test_a_library_that_does_not_exist_is_warned_of_and_the_engine_still_computes():
+    out = run(f"{DESCRIBE}; import mlx.core as mx; print(mx.ones((2, 2)) @ mx.ones((2, 2)))", "/nonexistent/libnoblas.so")
+    assert "RuntimeWarning" in out and "none found (libnoblas.so" in out
+    assert "array([[2, 2]" in out
+
+
+def test_a_library_without_a_blas_is_not_chosen():
+    assert "exports neither cblas_sgemm nor sgemm_" in run(DESCRIBE, "libm.so.6")
+
+
+def test_binding_twice_does_nothing():
+    out = run(
+        "import os; from engine import blas; a = blas.bind(); os.environ['DECODEGATE_BLAS'] = 'off'; print(a == blas.bind())"
+    )
+    assert "True" in out
