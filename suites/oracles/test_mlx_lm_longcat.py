@@ -45,7 +45,7 @@ def test_reference_agrees_once_the_latent_eps_is_that_of_the_model(written, id, 
 
 @pytest.mark.parametrize(
     ("id", "least", "most"),
-    [  # measured: 0.091, 0.053, 0.100: the latents of the cases are quiet, so that this eps shows
+    [  # measured: 0.079, 0.073, 0.040: the latents of the cases are quiet, so that this eps shows
         ("longcat_flash/plain", 0.01, 0.5),
         ("longcat_flash/norm_topk", 0.01, 0.5),
         ("longcat_flash_ngram/n4_k2", 0.01, 0.5),
