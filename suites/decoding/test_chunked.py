@@ -69,5 +69,5 @@ engine_cut_prefill_matches_full_forward = Check(
     schedules=_by_the_engine,
     faults=("last_row_from_wrong_index", "rope_offset_off_by_one"),
     needs=frozenset({"chunk"}),
-    counters={"prefill_chunks": 2},
+    counters={"prefill_chunks": 16},  # more than there are feeds, so that an engine that does not cut does not reach it
 )

@@ -30,7 +30,7 @@ engine_run_matches_recompute_greedy = Check(
     name="engine_run_matches_recompute_greedy",
     holds="the tokens and logits of a run by the engine itself are those of a greedy recompute",
     schedules=_greedy,
-    faults=("greedy_picks_from_previous_row", "rope_offset_off_by_one"),
+    faults=("greedy_token_off_by_one", "rope_offset_off_by_one"),
     needs=frozenset({"greedy"}),
     counters={"decode_steps": 8},
 )

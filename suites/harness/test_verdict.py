@@ -297,3 +297,9 @@ def test_a_longer_recompute_serves_its_prefixes(oracle: Oracle) -> None:
 def test_tokens_outside_the_vocabulary_are_refused(oracle: Oracle) -> None:
     with pytest.raises(ValueError, match="0 to 127"):
         oracle.rows([3, 128])
+
+
+@pytest.mark.parametrize("dtype", list(TABLE))
+def test_every_bound_stands_between_measured_good_and_measured_broken(dtype: str) -> None:
+    bound = TABLE[dtype]
+    assert 0 < 1.5 * bound.good < bound.k < bound.broken / 2 and bound.seeds >= 20 and bound.reason
