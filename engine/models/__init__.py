@@ -11,6 +11,7 @@ __all__ = ["FAMILIES", "family"]
 
 FAMILIES: dict[str, str] = {  # model_type -> module
     "llama": "engine.models.llama",
+    "nemotron-nas": "engine.models.nemotron_nas",
 }
 
 
