@@ -314,7 +314,7 @@ class Engine:
         return [array for slot in state.slots for array in slot.arrays()]
 
     def _undo(self, state: _Sequence, length: int) -> None:
-        """Take back what a failed forward appended; where a state cannot go back, the sequence is lost and the state released."""
+        """Take back what a failed forward appended; where a state cannot go back, the sequence is lost and its state freed."""
         extra = [slot.length - length for slot in state.slots]
         if self.owns_state and all(slot.can_rewind(n) for slot, n in zip(state.slots, extra, strict=True)):
             for slot, n in zip(state.slots, extra, strict=True):
