@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from engine.errors import Refused
 from engine.fields import Fields
-from engine.layers.activations import silu
 from engine.layers.attention import attention
 from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RopeConfig, rotate
 from engine.layers.weights import Weights
@@ -121,7 +121,7 @@ def duplicates(config: Config) -> dict[str, str]:
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq\Z")
 
 
-def ignored(name: str) -> bool:
+def ignored(config: Config, name: str) -> bool:
     """Tensors of published files that are no parameters: rotary tables, which follow from the config."""
     return _ROTARY_TABLE.match(name) is not None
 
@@ -151,22 +151,12 @@ class Attention:
         return self.o_proj(out.squeeze(0).swapaxes(0, 1).reshape(T, -1))
 
 
-class MLP:
-    def __init__(self, config: Config, weights: Weights) -> None:
-        self.gate_proj = Linear(weights.at("gate_proj"), config.mlp_bias)
-        self.up_proj = Linear(weights.at("up_proj"), config.mlp_bias)
-        self.down_proj = Linear(weights.at("down_proj"), config.mlp_bias)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block:
     def __init__(self, config: Config, weights: Weights, slot: int) -> None:
         self.input_layernorm = RMSNorm(weights.at("input_layernorm"), config.rms_norm_eps)
         self.self_attn = Attention(config, weights.at("self_attn"), slot)
         self.post_attention_layernorm = RMSNorm(weights.at("post_attention_layernorm"), config.rms_norm_eps)
-        self.mlp = MLP(config, weights.at("mlp"))
+        self.mlp = MLP(weights.at("mlp"), config.mlp_bias)
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array, spans: Sequence[Span]) -> mx.array:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, spans)
