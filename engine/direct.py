@@ -155,7 +155,7 @@ class DirectEngine:
         cls, source: str | Path, *, dtype: str | None = None, layout: SequenceStateLayout = SequenceStateLayout.DENSE
     ) -> DirectEngine:
         """Load a directory, a GGUF file or a hub id; see engine.checkpoint.load for dtypes and errors."""
-        from engine.checkpoint import load
+        from engine.checkpoint import load  # here: brings tokenizers and hub access, which `decode` needs not
 
         loaded = load(source, dtype=dtype)
         model = family(loaded.model_type).Model(loaded.config, loaded.weights)

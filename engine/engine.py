@@ -51,10 +51,7 @@ class Engine:
         """Raises Refused where the model has no such layout."""
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 (got {prefill_chunk})")
-        needed = "make_caches" if layout is SequenceStateLayout.MODEL_OWNED else "make_slots"
-        if not hasattr(model, needed):
-            raise Refused(f"{type(model).__module__} has no layout {layout} (no {needed})")
-        self.model = model
+        self.model = model.in_layout(layout)
         self.layout = layout
         self.prefill_chunk = prefill_chunk
         self.counters: Counter[str] = Counter()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from harness.cases.case import Case
 from harness.schedule import Schedule
 
-__all__ = ["Check"]
+__all__ = ["POWER", "Check"]
+
+POWER = 20.0  # a runtime fault must move a check's error by this many times the bound, else the check proves nothing
 
 
 def _every_case(case: Case) -> bool:

@@ -30,7 +30,9 @@ def resolve(source: str) -> Path:
     if path.exists():
         return path
     if not is_hub_id(source):
-        raise Infra(f"checkpoint {source!r} does not exist; give a directory with config.json, a .gguf file, or a hub id (org/name)")
+        raise Infra(
+            f"checkpoint {source!r} does not exist; give a directory with config.json, a .gguf file, or a hub id (org/name)"
+        )
     try:
         return snapshot(source)
     except HubUnavailable as error:

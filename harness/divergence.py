@@ -59,6 +59,10 @@ def identical(first: Replay, second: Replay) -> tuple[int, str]:
         if (a.position, a.chosen) != (b.position, b.chosen):
             return index, f"{where}: token {a.chosen} in the first run, {b.chosen} in the second"
         if a.logits.tobytes() != b.logits.tobytes():
-            worst = float(np.abs(a.logits.astype(np.float64) - b.logits).max()) if a.logits.shape == b.logits.shape else float("inf")
+            worst = (
+                float(np.abs(a.logits.astype(np.float64) - b.logits).max())
+                if a.logits.shape == b.logits.shape
+                else float("inf")
+            )
             return index, f"{where}: logits differ by up to {worst:.3g} between two runs of the same operations"
     return len(first.rows), ""

@@ -16,6 +16,7 @@ import torch
 
 from harness.cases.build import build
 from harness.cells import Cell, Subject, refusal
+from harness.check import POWER
 from harness.isolation import Isolation
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
@@ -27,9 +28,8 @@ from harness.tokens import special_ids
 from harness.verdict import JudgedRow, Verdict, judge
 from harness.worker import Job, Ran, one_line
 
-__all__ = ["POWER", "Checkpoints", "Execution"]
+__all__ = ["Checkpoints", "Execution"]
 
-POWER = 20.0  # a runtime fault must move a check's error by this many times the bound, else the check proves nothing
 POWER_DTYPE = "float32"  # what a fault moves in float32 it moves in all dtypes, and there the noise floor hides least
 KEPT_ORACLES = 32  # an oracle keeps the recomputes of one checkpoint
 
@@ -151,7 +151,9 @@ class Execution:
             return
         case = cell.subject.case
         vocab, avoid = case.config["vocab_size"], special_ids(case.config)
-        pending.plans = tuple(Plan(schedule, self.seed, vocab, avoid) for schedule in cell.check.schedules(case))
+        pending.plans = tuple(
+            Plan(schedule, self.seed, vocab, avoid, planted=case.planted) for schedule in cell.check.schedules(case)
+        )
         # Power is a property of check and case; on a real checkpoint it would cost its faults' replays and say nothing new.
         if self.power and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
             pending.faults = cell.check.faults if getattr(target, "faults", None) else ()
@@ -183,7 +185,7 @@ class Execution:
             if isinstance(replays, str):
                 weak.append(f"fault {fault} gives no figure: {replays}")
                 continue
-            power = record.power[fault] = _power(judge(replays, pending.plans, oracle, cell.dtype))
+            power = record.power[fault] = _power(judge(replays, pending.plans[: len(replays)], oracle, cell.dtype))
             if not power >= POWER:
                 weak.append(f"fault {fault} moves the error to {power:.3g} times the bound only (needs {POWER:g})")
         if record.outcome is Outcome.PASS:
@@ -198,8 +200,11 @@ class Execution:
 
 
 def _power(broken: Verdict) -> float:
-    """How many times the bound the error is; infinite where rows are missing or not finite."""
-    return broken.error_ratio / broken.bound if broken.error_ratio is not None and broken.bound else math.inf
+    """How many times the bound the fault is: the error, or how far below the top a chosen token is. Infinite where rows are
+    missing or not finite."""
+    if broken.error_ratio is None or broken.bound is None:
+        return math.inf
+    return max(broken.error_ratio / broken.bound, *(row.deficit / (2 * row.allowed) for row in broken.judged))
 
 
 def _counters(replays: Sequence[Replay]) -> dict[str, int]:

@@ -208,6 +208,23 @@ def _batch_rows_swapped(planted: Planted) -> list[Patch]:
     return [(Engine, "step", swapped)]
 
 
+def _greedy_picks_from_previous_row(planted: Planted) -> list[Patch]:
+    import mlx.core as mx
+
+    from engine.sampling import Sampler
+
+    choose = Sampler.choose
+    rows: dict[Sampler, mx.array] = {}
+
+    def late(self: Sampler, logits: mx.array) -> mx.array:
+        if self in rows:
+            planted.mark()
+        previous, rows[self] = rows.get(self, logits), logits
+        return choose(self, previous)
+
+    return [(Sampler, "choose", late)]
+
+
 def _noise_in_logits(planted: Planted) -> list[Patch]:
     from engine.engine import Engine
 
@@ -240,6 +257,7 @@ _ALL = (
     ),
     Fault("sequences_share_state", "a second sequence writes into the state of the first", _sequences_share_state),
     Fault("batch_rows_swapped", "the rows of a batched step come back in another order", _batch_rows_swapped),
+    Fault("greedy_picks_from_previous_row", "each token is chosen from the row before", _greedy_picks_from_previous_row),
     Fault("noise_in_logits", "logits grow by a hundredth with each call", _noise_in_logits),
 )
 ENGINE: dict[str, Fault] = {fault.name: fault for fault in _ALL}

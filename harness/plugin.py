@@ -117,6 +117,7 @@ class Gate:
         self._writer: records.Writer | None = None
         self._started = False
         self.collected: set[str] = set()  # names of the checks that were found
+        self.command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
         self.further = 0  # records that the caller appends when the cells are done, for the header's `selected`
 
     @property
@@ -148,7 +149,8 @@ class Gate:
             self._isolation = Isolation(
                 self.build,
                 timeout_s=option.gate_timeout,
-                threads=default_threads(workers),
+                # A tiny case keeps one thread busy in the worker and one here; a checkpoint's forwards are worth all cores.
+                threads=default_threads(workers if option.gate_checkpoint else 2 * workers),
                 memory_bytes=int(option.gate_memory * 2**30) if option.gate_memory else default_memory_bytes(workers),
                 fresh_process=option.gate_isolate == "cell",
             )
@@ -173,9 +175,8 @@ class Gate:
             if runs_here:
                 self.execution  # noqa: B018  loads the oracle while the worker loads the targets
             environment = {self.targets[spec].name: self.isolation.result(nonce).environment for spec, nonce in asked.items()}
-            command = shlex.join(["pytest", *map(str, self.config.invocation_params.args)])
             flags = {"gate_isolate": self.config.option.gate_isolate, "gate_shuffle": str(self.config.option.gate_shuffle)}
-            head = header(command, self.seed, selected + self.further, environment, flags)
+            head = header(self.command, self.seed, selected + self.further, environment, flags)
             self._writer = records.Writer(self.config.option.gate_record, head)
         self.config.hook.pytest_gate_start(selected=selected)
 

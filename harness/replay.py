@@ -33,13 +33,14 @@ class Plan:
     vocab: int
     avoid: frozenset[int] = frozenset()
     fixed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of sequences that are not drawn
+    planted: Mapping[int, int] = field(default_factory=dict)  # position -> token, in all other sequences
 
     def __post_init__(self) -> None:
         self.stream()
         self.expected()
 
     def stream(self) -> TokenStream:
-        return TokenStream(self.seed, self.vocab, self.avoid, self.fixed)
+        return TokenStream(self.seed, self.vocab, self.avoid, self.fixed, self.planted)
 
     def expected(self) -> list[tuple[int, int]]:
         """(operation, position) of every row that a replay yields, in order."""

@@ -38,6 +38,7 @@ __all__ = ["CHECKS", "Result", "Smoke", "run"]
 
 ANSWER = 96  # tokens of the answer
 TOKENS = 257  # of text: one beyond the first allocation step of the KV cache
+STEPS = 201  # of one token each, at the end of the text
 CHUNKS = (1, 70, 3, 128)  # over and over until the text is fed
 ENGINE_CHUNK = 48  # into which the target itself cuts the whole text
 
@@ -63,15 +64,18 @@ class Smoke:
     dtype: str = "float32"
     build: Build = field(default_factory=Build)
     seed: int = 0
+    threads: int = field(default_factory=lambda: default_threads(1))
     timeout_s: float = 300.0
     lock_timeout_s: float = lock.DEFAULT_TIMEOUT_S
 
 
 @dataclass
 class Result:
-    """`environment` is what the target says of itself; `lock_wait_s` is None where the lock was not reached."""
+    """`stopped` says why no cell ran, where none did. `environment` is what the target says of itself; `lock_wait_s` is None
+    where the lock was not reached."""
 
     records: list[Record] = field(default_factory=list)
+    stopped: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     lock_wait_s: float | None = None
 
@@ -93,10 +97,13 @@ def run(
                 replayed = _replay(plan, result)
         except (Infra, EngineError, ReferenceError) as error:
             outcome = Outcome.INFRA if isinstance(error, Infra) else Outcome.ERROR
-            replayed = {name: Ran(outcome=outcome, message=one_line(error)) for name in CHECKS}
+            result.stopped = one_line(error, 1000)
+            replayed = {name: Ran(outcome=outcome, message=result.stopped) for name in CHECKS}
         oracle = _Oracle(plan.checkpoint)
         for name, ran in replayed.items():
             record = _record(plan, plan.cell(name), ran, oracle)
+            if result.lock_wait_s is not None:
+                record.extra["lock_wait_s"] = round(result.lock_wait_s, 3)
             result.records.append(record)
             on_record(record)
     return result
@@ -122,7 +129,8 @@ class _Plan:
             pieces = Schedule(tuple(Feed(count, TEXT, all_rows=True) for count in _pieces(text)))
             return pieces, Schedule((Feed(text, TEXT, all_rows=True, chunk=ENGINE_CHUNK),))
         if name == INCREMENTAL:
-            return (Schedule((Feed(1, TEXT), Step(text - 1, (TEXT,)))),)
+            fed = max(1, text - STEPS)
+            return (Schedule((Feed(fed, TEXT, all_rows=fed > 1), Step(text - fed, (TEXT,)))),)
         return (answer, answer) if name == REPEATED else (answer,)
 
     def plans(self, name: str) -> tuple[Plan, ...]:
@@ -147,7 +155,9 @@ def _plan(smoke: Smoke, scratch: Path) -> _Plan:
     prompts = source.prompts(min(TOKENS, limit), smoke.seed)
     answer = min(ANSWER, limit - len(prompts.chat))
     if answer < 1:
-        raise Infra(f"the question has {len(prompts.chat)} tokens and the checkpoint a context of {limit}; no room for an answer")
+        raise Infra(
+            f"the question has {len(prompts.chat)} tokens and the checkpoint a context of {limit}; no room for an answer"
+        )
     if source.is_gguf and smoke.target != "engine":  # other targets read directories
         path = export(path, scratch, [smoke.dtype])[smoke.dtype]
     return _Plan(smoke, source.family, path, source, prompts, answer)
@@ -166,8 +176,8 @@ def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
     smoke, target = plan.smoke, resolve_target(plan.smoke.target)
     assert plan.prompts is not None and plan.checkpoint is not None
     ran: dict[str, Ran] = {}
-    settings = {"threads": default_threads(1), "memory_bytes": default_memory_bytes(1)}
-    with Isolation(smoke.build, timeout_s=smoke.timeout_s, **settings) as isolation:
+    isolation = Isolation(smoke.build, timeout_s=smoke.timeout_s, threads=smoke.threads, memory_bytes=default_memory_bytes(1))
+    with isolation:
         asked = isolation.submit(Describe(f"environment of {target.name}", smoke.target))
         result.environment = isolation.result(asked).environment
         for name in CHECKS:
@@ -232,7 +242,10 @@ def _record(plan: _Plan, cell: Cell, ran: Ran, oracle: _Oracle) -> Record:
         try:
             _judge(plan, ran, record, oracle)
         except (ValueError, RuntimeError, MemoryError) as error:  # rows that no recompute can be compared with
-            record.outcome, record.message = Outcome.ERROR, f"the rows could not be judged: {type(error).__name__}: {one_line(error)}"
+            record.outcome, record.message = (
+                Outcome.ERROR,
+                f"the rows could not be judged: {type(error).__name__}: {one_line(error)}",
+            )
     return record
 
 
@@ -270,7 +283,7 @@ def _answer(plan: _Plan, ran: Ran, record: Record) -> str:
     assert plan.prompts is not None and plan.source is not None
     replay = ran.replays[0]
     prompt = len(plan.prompts.chat)
-    tokens = list(max(replay.histories, key=len))[prompt:]
+    tokens = list(replay.histories[0][prompt:])
     prefill_s, decode_s = replay.seconds
     speed = {"prefill_tok_s": prompt / prefill_s, "decode_tok_s": len(tokens) / decode_s}
     tokenizer = plan.source.tokenizer
@@ -278,4 +291,3 @@ def _answer(plan: _Plan, ran: Ran, record: Record) -> str:
     record.extra |= {"question": QUESTION if tokenizer is not None else "", "answer": text, "tokens": tokens, "speed": speed}
     peak = ran.memory["peak"] / 2**20
     return f"prefill {speed['prefill_tok_s']:.0f} tok/s, decode {speed['decode_tok_s']:.0f} tok/s, peak {peak:.0f} MiB"
-

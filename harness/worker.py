@@ -107,6 +107,7 @@ class Ran:
     replays: list[Replay] = field(default_factory=list)
     faults: dict[str, list[Replay] | str] = field(default_factory=dict)  # text: why this fault gave no numbers
     environment: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of the process: resident after the job, peak since it began
     duration_s: float = 0.0
 
 
@@ -152,6 +153,7 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
         ran = Ran(replays=_replay_all(loaded, request))
         for name in request.faults:
             ran.faults[name] = _under_fault(target, name, loaded, request)
+        ran.memory = _memory()
         ran.proof = proof(request.nonce, ran.replays)
         return ran
     except Unsupported as error:
@@ -170,15 +172,20 @@ def _replay_all(loaded: Loaded, job: Job) -> list[Replay]:
 
 
 def _under_fault(target: Target, name: str, loaded: Loaded, job: Job) -> list[Replay] | str:
+    """Replays of the plans up to the first in which the fault took effect: its figure needs no more."""
     fault = getattr(target, "faults", {}).get(name)
     if fault is None:
         return f"target {target.name} has no fault of this name"
+    replays: list[Replay] = []
     try:
         with fault.planted() as planted:
-            replays = _replay_all(loaded, job)
+            for plan in job.plans:
+                replays.append(replay(loaded.start(), plan))
+                if planted.called:
+                    return replays
     except Exception as error:
         return f"raised {type(error).__name__}: {one_line(error)}"
-    return replays if planted.called else "the code that it breaks was never called"
+    return "the code that it breaks was never called"
 
 
 class _Models:
@@ -245,6 +252,18 @@ def redirect(log: Path, title: str) -> None:
 def one_line(error: BaseException, limit: int = 500) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _memory() -> dict[str, int]:
+    import psutil
+
+    info = psutil.Process().memory_info()
+    if hasattr(info, "peak_wset"):  # Windows
+        return {"resident": info.rss, "peak": info.peak_wset}
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, KiB elsewhere
+    return {"resident": info.rss, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 def _flush() -> None:

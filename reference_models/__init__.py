@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find"]
 
-_SHARED = frozenset({"loading", "recompute", "checkpoints"})  # modules here that are no families
+_SHARED = frozenset({"checkpoints", "gguf_file", "loading", "recompute"})  # modules here that are no families
 
 
 def find(model_type: str) -> Reference:

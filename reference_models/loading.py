@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from reference_models import gguf_file
 from reference_models.recompute import ReferenceError
 
 __all__ = ["load"]
@@ -92,14 +93,7 @@ def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:  # what the package raises on a file that is cut or is no GGUF
-        raise ReferenceError(f"{path.name} is not a whole GGUF file: {error}") from error
-    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.tok")}
-    arrays = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    metadata, arrays = gguf_file.read(path)
     divisors = arrays.pop("rope_freqs.weight", None)
     named = {_checkpoint_name(name): array for name, array in arrays.items()}
     config = _gguf_config(metadata, named)

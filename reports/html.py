@@ -19,11 +19,12 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
 from reports import text
 from reports.plot import error_plot
-from reports.summary import BAD, MARKS, POWER_WANTED, Summary, case_id, dtype_order, environment, is_smoke, power_of
+from reports.summary import BAD, MARKS, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
 __all__ = ["render"]
 
@@ -61,7 +62,7 @@ class _Cell:
     @property
     def tip(self) -> str:
         record = self.record
-        parts = [f"{record.dtype} {record.layout}: {record.outcome}"]
+        parts = [f"{self.column} {record.dtype} {record.layout}: {record.outcome}"]
         if record.error_ratio is not None:
             parts.append(f"error ratio {text.figure(record.error_ratio)} of {text.figure(record.bound)}")
         if record.first_bad_position is not None:
@@ -107,7 +108,7 @@ def render(report: Summary) -> str:
         families=sorted({record.family for record in report.records if not is_smoke(record)}),
         dtypes=dtypes,
         marks=MARKS,
-        wanted=POWER_WANTED,
+        wanted=POWER,
     )
     return text.visible(page)
 
@@ -116,6 +117,8 @@ def _cell(report: Summary, record: Record, name: str, points: int) -> _Cell:
     figures: list[tuple[str, str]] = []
     texts: list[tuple[str, str]] = []
     for key, value in _flat(record.extra):
+        if isinstance(value, int) and key.endswith("_bytes"):
+            key, value = key.removesuffix("_bytes"), f"{value / 2**20:.0f} MiB"
         written = value if isinstance(value, str) else text.figure(value) if isinstance(value, float) else json.dumps(value)
         (texts if "\n" in written or len(written) > 80 else figures).append((key.replace("_", " "), written))
     plot = Markup(error_plot(record, points))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports.summary import MARKS, POWER_WANTED, Matrix, Summary, case_id, environment
+from reports.summary import MARKS, Matrix, Summary, case_id, environment
 from reports.text import code_span, duration, figure, markdown, one_line, plural, shorten, times
 
 __all__ = ["render"]
@@ -132,7 +133,7 @@ def _figures(report: Summary) -> Iterable[str]:
 
 def _power(report: Summary) -> Iterable[str]:
     if report.power:
-        yield f"| check | weakest fault (times the bound, ≥ {POWER_WANTED:.0f} wanted) | in | faults |"
+        yield f"| check | weakest fault (times the bound, ≥ {POWER:.0f} wanted) | in | faults |"
         yield "|-|-|-|-:|"
         weak = [power for power in report.power if power.weak]
         for power in report.power[: max(_POWER_ROWS, len(weak))]:
@@ -150,13 +151,19 @@ def _power(report: Summary) -> Iterable[str]:
 
 
 def _smoke(report: Summary) -> Iterable[str]:
-    records = sorted(report.smoke, key=lambda record: record.outcome is Outcome.PASS)
-    for record in records[:_SMOKE_ROWS]:
-        what = [f"{markdown(case_id(record))} {markdown(_variant(record))}"]
-        if record.error_ratio is not None:
-            what.append(f"error ratio {figure(record.error_ratio)} (≤ {figure(record.bound)})")
-        if record.message:
-            what.append(markdown(shorten(one_line(record.message), _REASON_WIDTH)))
-        yield f"- {MARKS[record.outcome].glyph} smoke {', '.join(what)}"
-    if len(records) > _SMOKE_ROWS:
-        yield f"- and {plural(len(records) - _SMOKE_ROWS, 'more smoke cell')} (gate.html has the texts and figures)"
+    """One line for each checkpoint, however many checks it went through."""
+    cases: dict[str, list[Record]] = {}
+    for record in report.smoke:
+        cases.setdefault(case_id(record), []).append(record)
+    red_first = sorted(cases.items(), key=lambda item: all(record.outcome is Outcome.PASS for record in item[1]))
+    for case, records in red_first[:_SMOKE_ROWS]:
+        yield f"- **smoke {markdown(case)}** {' · '.join(map(_smoke_check, records))}"
+    if len(red_first) > _SMOKE_ROWS:
+        yield f"- and {plural(len(red_first) - _SMOKE_ROWS, 'more checkpoint')} (gate.html has the texts and figures)"
+
+
+def _smoke_check(record: Record) -> str:
+    words = markdown(f"{record.check.removeprefix('smoke_').replace('_', ' ')} {_variant(record)}")
+    ratio = f" {figure(record.error_ratio)} (≤ {figure(record.bound)})" if record.error_ratio is not None else ""
+    message = f": {markdown(shorten(one_line(record.message), _REASON_WIDTH))}" if record.message else ""
+    return f"{MARKS[record.outcome].glyph} {words}{ratio}{message}"

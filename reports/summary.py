@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from harness.check import POWER
 from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record
 from reports.text import plural
@@ -19,7 +20,6 @@ from reports.text import plural
 __all__ = [
     "BAD",
     "MARKS",
-    "POWER_WANTED",
     "Column",
     "DtypeFigures",
     "Mark",
@@ -33,8 +33,6 @@ __all__ = [
     "is_smoke",
     "power_of",
 ]
-
-POWER_WANTED = 20.0  # a fault has to move the error by this many times the bound (design: Cases, Power)
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class Power:
 
     @property
     def weak(self) -> bool:
-        return self.times < POWER_WANTED
+        return self.times < POWER
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports.summary import BAD, MARKS, POWER_WANTED, DtypeFigures, Power, Summary, case_id
+from reports.summary import BAD, MARKS, DtypeFigures, Power, Summary, case_id
 from reports.text import duration, figure, lines, one_line, plural, shorten, times
 
 __all__ = ["Progress", "make_console", "summary"]
@@ -78,8 +79,12 @@ class Progress:
         return self._counts.total()
 
     def begin(self, cell: str) -> None:
-        """A worker has started on the cell."""
+        """A worker has started on the cell, or on several of them under one label (see `end`)."""
         self._running[cell] = self._clock()
+
+    def end(self, label: str) -> None:
+        """What `begin` named has ended; its records, if any, have names of their own."""
+        self._running.pop(label, None)
 
     def finish(self, record: Record) -> None:
         """The cell has ended; what did not pass is shown at once."""
@@ -254,14 +259,15 @@ def _error_facts(figures: Sequence[DtypeFigures]) -> Iterable[Text]:
 def _power_fact(power: Power) -> Text:
     text = Text(f"weakest {times(power.times)} the bound", "yellow" if power.weak else "")
     if power.weak:
-        text.append(f", at least {POWER_WANTED:.0f}× is wanted", "yellow")
+        text.append(f", at least {POWER:.0f}× is wanted", "yellow")
     return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
 
 
 def _smoke_facts(record: Record) -> Iterable[Text]:
     mark = MARKS[record.outcome]
+    name = f"{case_id(record)} {record.check.removeprefix('smoke_')} {record.dtype}"
     ratio = f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}" if record.error_ratio is not None else ""
-    yield Text.assemble((mark.glyph, mark.style), f" {one_line(case_id(record))} {one_line(record.dtype)}{ratio}")
+    yield Text.assemble((mark.glyph, mark.style), f" {one_line(name)}{ratio}")
     if record.message:
         yield Text(f"  {one_line(record.message)}", "dim")
 

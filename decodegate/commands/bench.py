@@ -20,9 +20,12 @@ def register(app: typer.Typer) -> None:
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2.")] = "smollm2",
-    peers: Annotated[str, typer.Option(help="What to compare with: ENGINE:DTYPE, comma-separated; empty for none.")] = DEFAULT_PEERS,
+    peers: Annotated[
+        str, typer.Option(help="What to compare with: ENGINE:DTYPE, comma-separated; empty for none.")
+    ] = DEFAULT_PEERS,
     peer_python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Python of the environment that has mlx-lm and transformers. Default: this one.")
+        str | None,
+        typer.Option(metavar="PATH", help="Python of the environment that has mlx-lm and transformers. Default: this one."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of our engine.")] = "float32",
     prompt: Annotated[int, typer.Option(min=33, max=100_000, help="Prompt tokens.")] = 128,
@@ -64,11 +67,20 @@ def command(
     source = resolve(checkpoint)
     tokens = Source(source).prompts(prompt).text
     console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory, console.status("exporting the weights") as status:
+    with (
+        tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory,
+        console.status("exporting the weights") as status,
+    ):
         directories = export(source, Path(directory), dict.fromkeys(peer.dtype for peer in chosen))
         with hold("decodegate bench", timeout=timeout) as waited:
             result = measure(
-                chosen, directories, tokens, decode=decode, rounds=rounds, allow_busy=busy_ok, say=lambda text: status.update(text)
+                chosen,
+                directories,
+                tokens,
+                decode=decode,
+                rounds=rounds,
+                allow_busy=busy_ok,
+                say=lambda text: status.update(text),
             )
     result |= {"checkpoint": checkpoint, "lock_wait_s": round(waited, 3), "header": asdict(header("bench", 0, 0, {}))}
     if out is not None:
@@ -83,6 +95,7 @@ def _peer(word: str, python: str):
     engine, _, dtype = word.strip().partition(":")
     if engine not in ENGINES or (dtype or "float32") not in DTYPES:
         raise typer.BadParameter(
-            f"{word.strip()!r} is not ENGINE:DTYPE with engine {', '.join(ENGINES)} and dtype {', '.join(DTYPES)}", param_hint="--peers"
+            f"{word.strip()!r} is not ENGINE:DTYPE with engine {', '.join(ENGINES)} and dtype {', '.join(DTYPES)}",
+            param_hint="--peers",
         )
     return Peer(engine, dtype or "float32", python, Path(__file__).parents[2] if engine == "engine" else None)

@@ -20,7 +20,8 @@ def register(app: typer.Typer) -> None:
 def command(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """Say which device, BLAS and versions a gate would use, who holds the lock, and what is missing.
 
-    Ends 0 unless something makes a gate impossible; what is merely absent (a peer, a checkpoint) is listed with its install command.
+    Ends 0 unless something makes a gate impossible; what is merely absent (a peer, a checkpoint) is listed with its
+    install command.
 
     Examples:
 

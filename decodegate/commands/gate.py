@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import shutil
 import sys
 import time
@@ -174,7 +175,9 @@ class _Reporter:
         from harness.plugin import gate_of
         from harness.smoke import CHECKS
 
-        gate_of(config).further = len(CHECKS) * self._with_smoke
+        gate = gate_of(config)
+        gate.further = len(CHECKS) * self._with_smoke
+        gate.command = shlex.join(["decodegate", *sys.argv[1:]])
 
     def pytest_gate_start(self, selected: int) -> None:
         from harness.smoke import CHECKS
@@ -211,7 +214,10 @@ class _Reporter:
             writer.write(record)
             self._progress.finish(record)
 
+        label = f"smoke of {SMOKE}"
+        self._progress.begin(label)
         try:
             run(Smoke(SMOKE, seed=seed), keep, notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True))
         finally:
+            self._progress.end(label)
             writer.close()

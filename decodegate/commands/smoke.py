@@ -31,8 +31,9 @@ def command(
 ) -> None:
     """Load a real checkpoint, let it answer a question, and compare its logits with the reference on real text.
 
-    Greedy answer of 96 tokens with text, speed and memory; incremental and chunked logits over 257 tokens of English (error ratio, KL,
-    top-1); two runs that must be identical. Runs in a worker process under the device lock and needs no network for what is there.
+    Greedy answer of 96 tokens with text, speed and memory; incremental and chunked logits over 257 tokens of English
+    (error ratio, KL, top-1); two runs that must be identical. Runs in a worker process under the device lock, and needs no
+    network for a checkpoint that is there.
 
     Examples:
 
@@ -58,13 +59,17 @@ def command(
     except TargetError as error:
         raise typer.BadParameter(str(error), param_hint="--target") from None
 
-    def show(record: Record) -> None:
-        print(encode(record) if as_json else _text(record), flush=True)
-
-    with Console(stderr=True).status(f"smoke of {checkpoint} on {name}"):
-        smoke = Smoke(checkpoint, target, dtype, timeout_s=timeout, lock_timeout_s=lock_timeout)
-        result = run(smoke, show, notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True))
-    if not as_json:
+    with Console(stderr=True).status(f"smoke of {checkpoint} on {name}") as status:
+        result = run(
+            Smoke(checkpoint, target, dtype, timeout_s=timeout, lock_timeout_s=lock_timeout),
+            lambda record: status.update(f"judged {record.check}"),
+            notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True),
+        )
+    if result.stopped:
+        print(f"decodegate: {result.records[0].outcome}: {result.stopped}", file=sys.stderr)
+    for record in result.records if as_json or not result.stopped else []:
+        print(encode(record) if as_json else _text(record))
+    if not as_json and not result.stopped:
         print(_footer(result))
     if out is not None:
         head = header(f"smoke {checkpoint}", 0, len(CHECKS), {name: result.environment})

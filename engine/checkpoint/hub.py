@@ -41,8 +41,9 @@ def snapshot(hub_id: str) -> Path:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=FILES))
     except (errors.GatedRepoError, errors.RepositoryNotFoundError):
         cause = "the hub does not know this id, or it needs access (`hf auth login`)"
+    except errors.LocalEntryNotFoundError:
+        cause = "the hub cannot be reached and the local cache does not have it"
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        # Without network and cache this is LocalEntryNotFoundError, an OSError.
         cause = one_line(error, 160)
     raise HubUnavailable(
         f"cannot get {hub_id!r} from the hub: {cause}. Download it where there is network (`hf download {hub_id}`) and pass its "

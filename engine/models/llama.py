@@ -21,6 +21,7 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RopeConfig, rotate
 from engine.layers.weights import Weights
+from engine.models.layouts import BothLayouts
 from engine.state import KVState, Span, State
 from engine.state.span import positions
 
@@ -145,7 +146,7 @@ class Attention:
         outs = []
         for span in spans:
             rows = slice(span.start, span.stop)
-            keys, values = span.slots[self.slot].append(k[:, :, rows], v[:, :, rows])
+            keys, values = span.slots[self.slot].append(k[:, :, rows], v[:, :, rows], span.padding)
             outs.append(attention(q[:, :, rows], keys, values, self.scale))
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)  # [1, heads, T, head_dim]
         return self.o_proj(out.squeeze(0).swapaxes(0, 1).reshape(T, -1))
@@ -163,12 +164,8 @@ class Block:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Model:
+class Model(BothLayouts):
     """Slots: one KV state per block."""
-
-    supports_batching = True
-    supports_padded_prefill = True
-    supports_snapshot_reuse = True
 
     def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
         root = Weights(weights)
@@ -185,6 +182,7 @@ class Model:
 
     def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
         """tokens: int32 [T]. Returns logits [len(rows), vocab] of these indices into T, or [T, vocab] for None."""
+        spans = self.own(spans)
         cos, sin = self.rope.tables(positions(spans))
         x = self.embed_tokens[tokens]  # [T, hidden]
         for layer in self.layers:

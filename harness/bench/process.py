@@ -95,7 +95,9 @@ class PeerProcess:
             raise self._lost("ended") from None
         reply = self._reply()
         if len(reply["tokens"]) != decode:
-            raise Infra(f"peer {self.peer.name} stopped after {len(reply['tokens'])} of {decode} tokens; take another prompt length")
+            raise Infra(
+                f"peer {self.peer.name} stopped after {len(reply['tokens'])} of {decode} tokens; take another prompt length"
+            )
         elapsed, after, mine = time.monotonic() - started, psutil.cpu_times(), self.watched.cpu_times()
         used = _busy(after) - _busy(before) - (mine.user + mine.system - own.user - own.system)
         share = min(1.0, max(0.0, used / (elapsed * (psutil.cpu_count() or 1))))

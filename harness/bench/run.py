@@ -88,7 +88,9 @@ def measure(
         ]
     disturbed = [s["foreign_cpu"] for peer_samples in samples.values() for s in peer_samples if s["foreign_cpu"] > QUIET]
     if disturbed:
-        warnings.append(f"in {len(disturbed)} of {rounds * len(found)} samples others used up to {max(disturbed):.0%} of the machine")
+        warnings.append(
+            f"in {len(disturbed)} of {rounds * len(found)} samples others used up to {max(disturbed):.0%} of the machine"
+        )
     return {
         "schema": SCHEMA,
         "prompt_tokens": len(prompt),

@@ -50,7 +50,7 @@ def _by_the_engine(case: Case) -> Sequence[Schedule]:
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         return [Schedule((Feed(n, chunk=size), Step(PAST))) for size in (step - 1, step, step + 1, 100, n - 1)]
-    sizes = [*range(1, 9), *range(11, n - 1, 6), n - 1, n]
+    sizes = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, n - 1, n)
     last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in sizes]
     return [*last_rows, Schedule((Feed(n, chunk=7), Step(PAST))), Schedule((Feed(5), Feed(n - 5, chunk=9), Step(PAST)))]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import records
@@ -115,6 +115,7 @@ def test_sizes_are_bounded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             load(file)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(asdict(synthetic.record()))), json_values)
 def test_any_value_in_any_field_loads_or_is_a_record_error(
     tmp_path_factory: pytest.TempPathFactory, field: str, value: Any

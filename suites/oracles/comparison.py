@@ -1,0 +1,52 @@
+"""A reference against a third implementation on the same checkpoint files.
+
+`agree` holds a third implementation's float32 logits to three times what float32 rounding costs the reference itself. A known
+disagreement is measured instead: the difference must lie in a band, so that both its end and its growth are noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import reference_models
+from reference_models.loading import load
+
+K = 3.0
+FIGURES: list[tuple[str, str, float, float]] = []  # what, checkpoint, difference, noise: for the summary of the run
+
+
+@dataclass
+class Comparison:
+    """One checkpoint directory, its tokens, and the reference's logits for it. `changes` are made to the config first."""
+
+    directory: Path
+    tokens: list[int]
+    changes: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config, weights = load(self.directory)
+        config |= self.changes
+        reference = reference_models.find(config["model_type"])
+        self.truth = reference.recompute(config, weights, self.tokens).logits.numpy()
+        naive = reference.recompute(config, weights, self.tokens, dtype=torch.float32).logits
+        self.noise = float(np.abs(naive.numpy() - self.truth).max())
+
+    def difference(self, logits: np.ndarray) -> float:
+        assert logits.shape == self.truth.shape
+        return float(np.abs(logits.astype(np.float64) - self.truth).max())
+
+    def agree(self, logits: np.ndarray, what: str) -> None:
+        difference = self.difference(logits)
+        FIGURES.append((what, self.directory.name, difference, self.noise))
+        assert difference <= K * self.noise, (
+            f"{what}: differs by {difference:.2e}, three times the noise is {K * self.noise:.2e}"
+        )
+
+    def differ(self, logits: np.ndarray, what: str, least: float, most: float) -> None:
+        difference = self.difference(logits)
+        FIGURES.append((what, self.directory.name, difference, self.noise))
+        assert least <= difference <= most, f"{what}: differs by {difference:.2e}, known are {least:.1e} to {most:.1e}"
