@@ -106,7 +106,7 @@ class MLA:
         outs = []
         for span in spans:
             rows = slice(span.start, span.stop)
-            c, k_rope = span.slots[self.slot].append(latents[None, None, rows], rope_keys[None, None, rows])
+            c, k_rope = span.slots[self.slot].append(latents[None, None, rows], rope_keys[None, None, rows], span.padding)
             attend = self.absorbed if self.absorbs(span.length, c.shape[2]) else self.expanded
             outs.append(attend(q_nope[:, rows], q_rope[:, rows], c.squeeze((0, 1)), k_rope.squeeze((0, 1))))
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)  # [heads, T, v]

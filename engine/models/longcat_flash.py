@@ -20,7 +20,7 @@ from engine.layers.moe import MixtureOfExperts, PlainExperts, Router
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RopeConfig
 from engine.layers.weights import Weights
-from engine.models.model_owned import ModelOwned
+from engine.models.layouts import BothLayouts
 from engine.state import KVState, Span, State
 from engine.state.span import positions
 
@@ -206,7 +206,7 @@ class Block:
         return x + self.mlps[1](self.post_attention_layernorm[1](x)) + shortcut
 
 
-class Model(ModelOwned):
+class Model(BothLayouts):
     """Slots: two KV states a layer, of its first and its second attention."""
 
     def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
@@ -228,7 +228,7 @@ class Model(ModelOwned):
 
     def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
         """tokens: int32 [T]. Returns logits [len(rows), vocab] of these indices into T, or [T, vocab] for None."""
-        spans = self.with_state(spans)
+        spans = self.own(spans)
         cos, sin = self.rope.tables(positions(spans))
         x = self.embed(tokens, spans)
         for layer in self.layers:

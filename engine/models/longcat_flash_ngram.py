@@ -164,4 +164,5 @@ class Model(longcat_flash.Model):
 
     def embed(self, tokens: mx.array, spans: Sequence[Span]) -> mx.array:
         tail = SUB_LAYERS * len(self.layers)
-        return self.ngram_embeddings([span.slots[tail].append(tokens[span.start : span.stop]) for span in spans])
+        contexts = [span.slots[tail].append(tokens[span.start : span.stop], span.padding) for span in spans]
+        return self.ngram_embeddings(contexts)

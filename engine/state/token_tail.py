@@ -24,8 +24,11 @@ class TokenTail:
         self.growths = 0
         self._ids: mx.array | None = None
 
-    def append(self, tokens: mx.array) -> mx.array:
-        """tokens int32 [n]. Returns int32 [width + n]: the `width` ids before them (BEFORE_START: none), then them."""
+    def append(self, tokens: mx.array, padding: int = 0) -> mx.array:
+        """tokens int32 [n]. Returns int32 [width + n]: the `width` ids before them (BEFORE_START: none), then them.
+
+        The last `padding` of the tokens do not become live.
+        """
         n, start = tokens.shape[0], self.length
         stop = start + n
         if self._ids is None or stop > self._ids.shape[0]:
@@ -33,7 +36,7 @@ class TokenTail:
             self._ids = room if self._ids is None else mx.concatenate([self._ids[:start], room])
             self.growths += 1
         self._ids[start:stop] = tokens
-        self.length = stop
+        self.length = stop - padding
         live = self._ids[max(0, start - self.width) : stop]
         missing = self.width + n - live.shape[0]
         return mx.concatenate([mx.full((missing,), BEFORE_START, mx.int32), live]) if missing else live
