@@ -121,7 +121,7 @@ def duplicates(config: Config) -> dict[str, str]:
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq\Z")
 
 
-def ignored(name: str) -> bool:
+def ignored(config: Config, name: str) -> bool:
     """Tensors of published files that are no parameters: rotary tables, which follow from the config."""
     return _ROTARY_TABLE.match(name) is not None
 
