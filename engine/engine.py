@@ -52,7 +52,7 @@ class Engine:
 
     counters: opened, closed, prefill_tokens, prefill_chunks, padded_rows (of padded prefill), decode_steps (forwards),
     decode_rows (tokens decoded), batched_rows (rows of steps with two or more), batches_clamped (steps that had to be cut),
-    model_owned_forwards (that were handed no slots), cache_growths (allocations of slots), rewinds, rewound_tokens, snapshots,
+    empty_slice_forwards (that were handed no slots), cache_growths (allocations of slots), rewinds, rewound_tokens, snapshots,
     restores, reuse_declined (snapshots and restores that were refused).
     """
 
@@ -297,7 +297,7 @@ class Engine:
             spans.append(Span(start, length, state.length, state.slots, padding))
             start += length
         logits = self.model.forward(tokens, spans, rows)
-        self.counters["model_owned_forwards"] += not self.owns_state
+        self.counters["empty_slice_forwards"] += not any(span.slots for span in spans)
         for state, length in zip(states, lengths, strict=True):
             state.length += length - padding
             growths = sum(slot.growths for slot in state.slots)
