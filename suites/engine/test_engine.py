@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.engine import Engine, SequenceId
+from engine.engine import Engine, SequenceId, Snapshot
 from engine.errors import Refused, RowsError, SequenceError
 from engine.models import llama
-from engine.state import KVState, SequenceStateLayout, Span
+from engine.state import KVState, SequenceStateLayout
 from suites.engine.tiny import expected_logits, model, tokens
 
 VOCAB = 61
@@ -66,6 +66,11 @@ def test_cache_growths_are_counted(engine: Engine):
     assert engine.counters["cache_growths"] == 6
 
 
+def foreign_snapshot() -> Snapshot:
+    other = Engine(model())
+    return other.snapshot(other.open())
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -80,6 +85,11 @@ def test_cache_growths_are_counted(engine: Engine):
         ("flat list of integers", lambda e, s: e.prefill(s, [[1], [1, 2]])),
         ("flat list of integers", lambda e, s: e.prefill(s, [True])),
         ("chunk must be at least 1", lambda e, s: e.prefill(s, [1], chunk=0)),
+        ("pad_to must be 1 to", lambda e, s: e.prefill(s, [1], pad_to=0)),
+        ("pad_to must be 1 to", lambda e, s: e.prefill(s, [1], pad_to=2049)),
+        ("sequence 99 is not open", lambda e, s: e.snapshot(SequenceId(99))),
+        ("sequence 99 is not open", lambda e, s: e.restore(e.snapshot(s), SequenceId(99))),
+        ("another engine", lambda e, s: e.restore(foreign_snapshot(), s)),
         ("cannot rewind 5", lambda e, s: e.rewind(s, 5)),
         ("cannot rewind -1", lambda e, s: e.rewind(s, -1)),
         ("sequence 99 is not open", lambda e, s: e.prefill(SequenceId(99), [1])),
@@ -185,7 +195,34 @@ def test_a_sequence_whose_state_cannot_be_taken_back_after_an_error_is_lost_alon
     with pytest.raises(RowsError, match="was lost in an earlier error"):
         engine.step({sequence: 4})
     engine.step({other: 4})
+    engine.restore(engine.snapshot(other), sequence)  # what it lost does not matter to a restore
+    expected = expected_logits([1, 2, 3, 4, 5])[-1]
+    np.testing.assert_allclose(np.array(engine.step({sequence: 5}))[0], expected, atol=2e-4)
     engine.close(sequence)
+
+
+def test_an_error_while_a_step_is_evaluated_leaves_the_sequences_as_they_were(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    sequence = engine.open()
+    engine.prefill(sequence, [1, 2, 3])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "_evaluate", interrupted)
+        engine.step({sequence: 4})
+    assert engine.length(sequence) == 3
+    np.testing.assert_allclose(np.array(engine.step({sequence: 5}))[0], expected_logits([1, 2, 3, 5])[-1], atol=2e-4)
+
+
+@pytest.mark.parametrize("tokens_fed", [250, 255, 256, 257])
+def test_padding_across_a_step_of_the_allocation_leaves_no_trace(engine: Engine, tokens_fed: int):
+    ids = tokens(tokens_fed + 8)
+    sequence = engine.open()
+    engine.prefill(sequence, ids[:tokens_fed], pad_to=260)
+    assert engine.length(sequence) == tokens_fed and engine.counters["padded_rows"] == 260 - tokens_fed
+    rows = engine.prefill(sequence, ids[tokens_fed:], all_logits=True, chunk=3)
+    np.testing.assert_allclose(np.array(rows), expected_logits(ids)[tokens_fed:], atol=2e-4)
 
 
 @pytest.fixture
