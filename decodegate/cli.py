@@ -1,4 +1,4 @@
-"""The `decodegate` command. Each module of `decodegate.commands` registers what it adds; heavy imports stand inside commands."""
+"""The `decodegate` command. Each module of `decodegate.commands` registers its own; heavy imports stand inside."""
 
 from __future__ import annotations
 

@@ -20,8 +20,19 @@ from harness.outcomes import Outcome
 from harness.target import Target
 
 __all__ = [
-    "DTYPES", "Cell", "Selection", "SelectionError", "Subject", "cell_id_of", "Matrix", "checkpoint_subjects", "checks_in",
-    "parse_cell_id", "refusal", "subjects", "unknown",
+    "DTYPES",
+    "Cell",
+    "Matrix",
+    "Selection",
+    "SelectionError",
+    "Subject",
+    "cell_id_of",
+    "checkpoint_subjects",
+    "checks_in",
+    "parse_cell_id",
+    "refusal",
+    "subjects",
+    "unknown",
 ]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -23,7 +23,7 @@ class Check:
 
     `needs` names fields of Capabilities. `counters` are lower limits that prove that the feature ran (else `vacuous`).
     `faults` names runtime faults (harness.faults) that must move the numbers of this check by at least POWER times the bound
-    on every case that it applies to. `repeats`: rows that follow the same tokens by the same operations must be equal bit by bit.
+    on every case that it applies to. `repeats`: rows that follow the same tokens by the same operations are equal bit by bit.
     """
 
     name: str

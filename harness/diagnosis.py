@@ -92,7 +92,7 @@ def diagnose() -> Diagnosis:
         found.blocking.append("the engine cannot be loaded: " + next(t.text for t in found.targets if t.name == "engine"))
     if memory.available < NEEDED_BYTES:
         found.warnings.append(
-            f"{memory.available / 2**30:.1f} GiB of memory are free and a gate with its smoke needs {NEEDED_BYTES >> 30}; end something"
+            f"{memory.available / 2**30:.1f} GiB of memory are free, a gate with smoke takes {NEEDED_BYTES >> 30}"
         )
     return found
 

@@ -51,18 +51,20 @@ def _log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def identical(first: Replay, second: Replay) -> tuple[int, str]:
-    """Rows that two replays of one schedule have in common, bit by bit, and where they first differ ("" where they do not)."""
+    """Rows before the first in which two replays of one schedule differ in any bit, and what differs ("" where none does)."""
     if len(first.rows) != len(second.rows):
         return 0, f"{len(first.rows)} rows in the first run and {len(second.rows)} in the second"
-    for index, (a, b) in enumerate(zip(first.rows, second.rows, strict=True)):
-        where = f"position {a.position}"
-        if (a.position, a.chosen) != (b.position, b.chosen):
-            return index, f"{where}: token {a.chosen} in the first run, {b.chosen} in the second"
-        if a.logits.tobytes() != b.logits.tobytes():
-            worst = (
-                float(np.abs(a.logits.astype(np.float64) - b.logits).max())
-                if a.logits.shape == b.logits.shape
-                else float("inf")
-            )
-            return index, f"{where}: logits differ by up to {worst:.3g} between two runs of the same operations"
-    return len(first.rows), ""
+    different = [
+        index
+        for index, (a, b) in enumerate(zip(first.rows, second.rows, strict=True))
+        if (a.position, a.chosen) != (b.position, b.chosen) or a.logits.tobytes() != b.logits.tobytes()
+    ]
+    if not different:
+        return len(first.rows), ""
+    a, b = first.rows[different[0]], second.rows[different[0]]
+    rows = f"{len(different)} of {len(first.rows)} rows differ between two runs of the same operations"
+    where = f"{rows}, first at position {a.position}"
+    if a.chosen != b.chosen:
+        return different[0], f"{where}: token {a.chosen}, then {b.chosen}"
+    worst = float(np.abs(a.logits.astype(np.float64) - b.logits).max()) if a.logits.shape == b.logits.shape else float("inf")
+    return different[0], f"{where}: logits by up to {worst:.3g}"

@@ -1,6 +1,7 @@
 """A checkpoint, as the references read it, written out as a plain directory: config.json and model.safetensors in one dtype.
 
-Serves what cannot read the original: peers of the benchmark and targets that take directories only get the same dequantised weights.
+Serves what cannot read the original: peers of the benchmark, and targets that take directories only, get the same
+dequantised weights.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-__all__ = ["ENGINE", "Fault", "Planted"]
+__all__ = ["ENGINE", "Fault", "Patch", "Planted"]
 
 Patch = tuple[object, str, Callable[..., Any]]  # an object, the name of its attribute, and what to put there
 
@@ -261,21 +261,18 @@ def _batch_rows_swapped(planted: Planted) -> list[Patch]:
     return [(Engine, "step", swapped)]
 
 
-def _greedy_picks_from_previous_row(planted: Planted) -> list[Patch]:
+def _greedy_token_off_by_one(planted: Planted) -> list[Patch]:
     import mlx.core as mx
 
     from engine.sampling import Sampler
 
     choose = Sampler.choose
-    rows: dict[Sampler, mx.array] = {}
 
-    def late(self: Sampler, logits: mx.array) -> mx.array:
-        if self in rows:
-            planted.mark()
-        previous, rows[self] = rows.get(self, logits), logits
-        return choose(self, previous)
+    def next_id(self: Sampler, logits: mx.array) -> mx.array:
+        planted.mark()
+        return (choose(self, logits) + 1) % logits.shape[-1]
 
-    return [(Sampler, "choose", late)]
+    return [(Sampler, "choose", next_id)]
 
 
 def _noise_in_logits(planted: Planted) -> list[Patch]:
@@ -317,7 +314,7 @@ _ALL = (
     ),
     Fault("snapshot_lacks_the_last_token", "a restored state ends one token early", _snapshot_lacks_the_last_token),
     Fault("batch_rows_swapped", "the rows of a batched step come back in another order", _batch_rows_swapped),
-    Fault("greedy_picks_from_previous_row", "each token is chosen from the row before", _greedy_picks_from_previous_row),
+    Fault("greedy_token_off_by_one", "the id after the likeliest one is chosen", _greedy_token_off_by_one),
     Fault("noise_in_logits", "logits grow by a hundredth with each call", _noise_in_logits),
 )
 ENGINE: dict[str, Fault] = {fault.name: fault for fault in _ALL}

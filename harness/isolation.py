@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.outcomes import Infra, Outcome
+from harness.outcomes import Outcome
 from harness.worker import MEMORY_EXIT, Build, Describe, Job, Ran, Setup, Started, proof, serve
 
 __all__ = ["Isolation", "default_memory_bytes", "default_threads", "signal_name"]

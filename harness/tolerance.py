@@ -10,10 +10,13 @@ one draw: a row whose naive error is small by luck would otherwise bound an hone
 honest row in a thousand). It scales with the level since a rounding error does: an absolute floor would be too wide for a small
 model or too narrow for a large one. An error ratio is err / (err(n, r) + floor / K), so that good is at most K.
 
-`good` is the largest error ratio of honest implementations that are none of the reference's (cached, chunked, fused attention,
-other order of rounding) over all tiny cases and `seeds` seeds; `broken` is the least over cases and seeds of the largest error
-ratio in a cell with a real fault (rope offset by one from the second chunk, no mask in a chunk, one key dropped). Measured by
-suites/harness/test_cases.py on few seeds, by its `measure` on many.
+`good` is the largest error ratio of two honest implementations that are not the reference (cached, in pieces, fused
+attention, other roundings) over all llama cases and `seeds` seeds, 40 000 rows; the slope of the tail puts the chance of a
+row beyond K below 1e-7 in every dtype, also for a target a quarter coarser. `broken` is the least, over cases and seeds, of
+the largest error ratio of a cell with a fault of substance: rope offset by one after the first piece, no mask in a piece, one
+key dropped, a rewind that moves the counter only, state left over from a closed sequence. Measured with `python -m
+suites.harness.measure --seeds 20`. Beyond these: a scale off by one percent is at 3500 in float32, at 0.7 in bfloat16 (so not
+seen there); nine stale keys among 530 are at 2.6 in bfloat16. Hence the power of checks is asked for in float32.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ class Tolerance:
     k: float
     floor: float  # times the level of the sequence
     reason: str
-    good: float  # measured, at most k
-    broken: float  # measured, at least k
+    good: float  # measured error ratio, at most k
+    broken: float  # measured error ratio, at least k
     seeds: int
 
 
@@ -37,20 +40,27 @@ TABLE = {
     "float32": Tolerance(
         k=3.0,
         floor=6.0,
-        reason="faults lie four orders of magnitude beyond, so the floor is wide",
-        good=0.0,
-        broken=0.0,
-        seeds=0,
+        reason="faults lie three orders of magnitude beyond, so the floor may be wide",
+        good=1.05,
+        broken=4400,
+        seeds=20,
     ),
     "bfloat16": Tolerance(
         k=3.0,
         floor=3.0,
-        reason="as wide as the level asks for: a fault moves logits by 10 to 50 times the rounding",
-        good=0.0,
-        broken=0.0,
-        seeds=0,
+        reason="with no floor one honest row in a thousand is beyond K; two thirds of it leave too many for a coarse target",
+        good=1.70,
+        broken=8.0,
+        seeds=20,
     ),
-    "float16": Tolerance(k=3.0, floor=3.0, reason="rounds like bfloat16 with three more bits", good=0.0, broken=0.0, seeds=0),
+    "float16": Tolerance(
+        k=3.0,
+        floor=3.0,
+        reason="as bfloat16: the tail of honest rows is the same, in units of the level",
+        good=1.90,
+        broken=22,
+        seeds=20,
+    ),
 }
 
 

@@ -283,7 +283,8 @@ def _too_many_ties(replays: Sequence[Replay], judged: Sequence[JudgedRow], oracl
                 history = longest[replay.histories[row.history]]
                 noise = oracle.noise(history, dtype)
                 deviation = math.sqrt(2) * (noise.rmse[row.position] + noise.level_rmse)
-                top = np.sort(np.partition(oracle.rows(history)[row.position], -TIE_CANDIDATES)[-TIE_CANDIDATES:])
+                candidates = min(TIE_CANDIDATES, oracle.vocab)
+                top = np.sort(np.partition(oracle.rows(history)[row.position], -candidates)[-candidates:])
                 expected += float(np.sum(np.exp(-0.5 * ((top[-1] - top[:-1]) / deviation) ** 2)) / 2)
             seen[prefix] = seen.get(prefix, False) or verdict.word == "TIE"
     ties, limit = sum(seen.values()), expected + 6 * math.sqrt(expected) + 3

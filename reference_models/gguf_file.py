@@ -1,8 +1,8 @@
 """The container of a GGUF file: metadata and where each tensor lies. Dequantising is the gguf package's.
 
-Layout (little endian): magic, version 2 or 3, counts of tensors and of metadata; each metadatum a name, a type and a value; each
-tensor a name, its sizes (fastest first), a type and an offset; then, aligned, the data. A reader of its own, since the package's
-takes half a minute over a vocabulary, and since counts and lengths in an untrusted file are to be bounded by its size.
+Layout (little endian): magic, version 2 or 3, counts of tensors and of metadata; each metadatum a name, a type and a value;
+each tensor a name, its sizes (fastest first), a type and an offset; then, aligned, the data. A reader of its own: the package's
+takes ten seconds over a vocabulary, and counts and lengths of an untrusted file are to be bounded by its size.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class _Cursor:
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], _Cursor]:
     """The metadata, and the cursor at the first tensor's description."""
-    cursor = _Cursor(memoryview(np.memmap(path, np.uint8, "r")))
+    if not path.stat().st_size:
+        raise ReferenceError(f"{path.name} is empty")
+    cursor = _Cursor(np.memmap(path, np.uint8, "r").data)
     if bytes(cursor.take(4)) != b"GGUF":
         raise ReferenceError(f"{path.name} is not a GGUF file: it does not begin with GGUF")
     version, cursor.tensors = cursor.number("I"), cursor.number("Q")

@@ -119,28 +119,35 @@ def _rope_settings(config: Config) -> dict[str, Any]:
     return settings
 
 
+def _number(rope: dict[str, Any], name: str) -> float:
+    value = rope.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ReferenceError(f"rope_type {rope['rope_type']!r} needs a positive number {name!r} (got {value!r})")
+    return float(value)
+
+
 def _inverse_frequencies(config: Config, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Radians per token for each pair of a head [head_dim / 2], and the factor on cos and sin."""
     rope = _rope_settings(config)
-    kind, theta = rope["rope_type"], float(rope["rope_theta"])
+    kind, theta = rope["rope_type"], _number(rope, "rope_theta")
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype) / head_dim)
     if kind == "default":
         return frequency, 1.0
     if kind == "linear":
-        return frequency / rope["factor"], 1.0
+        return frequency / _number(rope, "factor"), 1.0
     if kind == "llama3":
-        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # within the trained length
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = _number(rope, "original_max_position_embeddings") * frequency / (2 * math.pi)  # within the trained length
+        low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return kept * frequency + (1 - kept) * frequency / rope["factor"], 1.0
+        return kept * frequency + (1 - kept) * frequency / _number(rope, "factor"), 1.0
     if kind == "yarn":
         return _yarn(rope, config, head_dim, frequency, theta)
     raise ReferenceError(f"rope_type {kind!r} is none of default, linear, llama3, yarn")
 
 
 def _yarn(rope: dict[str, Any], config: Config, head_dim: int, frequency: Tensor, theta: float) -> tuple[Tensor, float]:
-    trained = rope["original_max_position_embeddings"]
-    factor = rope.get("factor") or config["max_position_embeddings"] / trained
+    trained = _number(rope, "original_max_position_embeddings")
+    factor = _number(rope, "factor") if rope.get("factor") else _positive(config, "max_position_embeddings") / trained
 
     def index(turns: float) -> float:  # of the pair that makes so many turns within the trained length
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -36,8 +36,9 @@ def table(result: dict[str, Any]) -> str:
     """Markdown: what was measured, then correctness, then speed; a peer that did not run is named with its reason."""
     ours = result["peers"][0]["name"]
     lines = [
-        f"Prompt {result['prompt_tokens']} tokens, greedy decode of {result['decode_tokens']}, {result['rounds']} interleaved rounds; "
-        f"median [interval], tokens a second; ratio = {ours} / peer, paired by round; ~ = no difference shown.",
+        f"Prompt {result['prompt_tokens']} tokens, greedy decode of {result['decode_tokens']}, "
+        f"{result['rounds']} interleaved rounds; median [interval], tokens a second; "
+        f"ratio = {ours} / peer, paired by round; ~ = no difference shown.",
         "",
         "| metric | peer | tok/s | ratio | verdict |",
         "|---|---|---|---|---|",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from harness.records import Record
 
-__all__ = ["register"]
+__all__ = ["plugin_is_installed", "register"]
 
 SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
@@ -47,15 +47,21 @@ def gate(
     check: Annotated[list[str] | None, typer.Option(help="Run only this check (repeatable).")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Run only this dtype (repeatable).")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Run only this layout (repeatable).")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Target to judge, a known name or module:Class (repeatable).")] = None,
-    checkpoint: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint as a further case (repeatable).")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Target to judge, a known name or module:Class (repeatable).")
+    ] = None,
+    checkpoint: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint as a further case (repeatable).")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes; each has a worker of its own beside it.")] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where records and reports go.")] = Path("gate-out"),
     seed: Annotated[int, typer.Option(help="Of weights, tokens and the shuffled order.")] = 0,
     shuffle: Annotated[bool, typer.Option("--shuffle", help="Run cells in an order drawn from the seed.")] = False,
     isolate: Annotated[Isolate, typer.Option(help="A process for many cells, or one for each.")] = Isolate.WORKER,
     timeout: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that a cell may take.")] = 60.0,
-    build: Annotated[str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")] = None,
+    build: Annotated[
+        str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")
+    ] = None,
     rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run only what did not pass in DIR/gate.jsonl.")] = False,
     smoke: Annotated[
         bool | None, typer.Option("--smoke/--no-smoke", help="Smoke of a real checkpoint; on where nothing is selected.")
@@ -75,7 +81,12 @@ def gate(
     selections = {"family": family, "case": case, "check": check, "dtype": dtype, "layout": layout, "target": target}
     arguments = [f"--gate-{name}={value}" for name, values in selections.items() for value in values or ()]
     arguments += [f"--gate-checkpoint={path}" for path in checkpoint or ()]
-    arguments += [f"--gate-seed={seed}", f"--gate-isolate={isolate.value}", f"--gate-timeout={timeout}", f"--gate-record={out / RECORDS}"]
+    arguments += [
+        f"--gate-seed={seed}",
+        f"--gate-isolate={isolate.value}",
+        f"--gate-timeout={timeout}",
+        f"--gate-record={out / RECORDS}",
+    ]
     arguments += ["--gate-shuffle"] * shuffle + [f"--gate-build={build}"] * (build is not None)
     arguments += [f"--numprocesses={jobs}"] if jobs > 1 else []
     previous = _previous(out) if rerun_failed else None
@@ -99,11 +110,11 @@ def _base_arguments() -> list[str]:
     assert found is not None and found.submodule_search_locations is not None  # suites ship with the package
     suite = Path(found.submodule_search_locations[0]) / SUITE
     off = ("terminal", "cacheprovider", "randomly", "benchmark")
-    load = [] if _plugin_is_installed() else ["-p", "harness.plugin"]
+    load = [] if plugin_is_installed() else ["-p", "harness.plugin"]
     return [*load, str(suite), "--capture=no", "-o", "addopts=", "--gate-only-cells", *(f"-pno:{name}" for name in off)]
 
 
-def _plugin_is_installed() -> bool:
+def plugin_is_installed() -> bool:
     from importlib.metadata import entry_points
 
     return any(point.value == "harness.plugin" for point in entry_points(group="pytest11"))
@@ -112,7 +123,9 @@ def _plugin_is_installed() -> bool:
 def _previous(out: Path) -> Path:
     """A copy of the last records: the run replaces the file itself."""
     if not (out / RECORDS).exists():
-        typer.echo(f"decodegate gate: there is no {out / RECORDS} to rerun from; run `decodegate gate --out {out}` first", err=True)
+        typer.echo(
+            f"decodegate gate: there is no {out / RECORDS} to rerun from; run `decodegate gate --out {out}` first", err=True
+        )
         raise typer.Exit(int(ExitCode.USAGE))
     shutil.copyfile(out / RECORDS, out / PREVIOUS)
     return out / PREVIOUS
@@ -143,7 +156,9 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
         typer.echo(text, err=True)
     if not (out / RECORDS).exists():
         if status == 5:  # pytest collected nothing
-            typer.echo("decodegate gate: no cell is selected, so there is no evidence; `decodegate list` says what there is", err=True)
+            typer.echo(
+                "decodegate gate: no cell is selected, so there is no evidence; `decodegate list` says what there is", err=True
+            )
             return ExitCode.VACUOUS
         typer.echo("decodegate gate: the run ended before its first cell", err=True)
         return ExitCode.WRONG

@@ -29,7 +29,9 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="Directory with config.json and safetensors, a GGUF file, or a hub id.")],
-    prompt: Annotated[str, typer.Argument(help="The user's message, or the text to go on from with --no-chat; - reads it from stdin.")],
+    prompt: Annotated[
+        str, typer.Argument(help="The user's message, or the text to go on from with --no-chat; - reads it from stdin.")
+    ],
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template (default: where the checkpoint has one).")
     ] = None,
@@ -43,6 +45,7 @@ def generate(
 ) -> None:
     """Generate text with the engine. The text goes to stdout, speeds and notes to stderr."""
     from engine.checkpoint import HubUnavailable
+    from engine.checkpoint.read import COMPUTE_DTYPES
     from engine.cli import Request
     from engine.cli import generate as run
     from engine.errors import EngineError
@@ -52,6 +55,8 @@ def generate(
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if dtype not in (None, *COMPUTE_DTYPES):
+        raise typer.BadParameter(f"dtype must be one of {', '.join(COMPUTE_DTYPES)} (got {dtype!r})")
     text = sys.stdin.read() if prompt == "-" else prompt
     try:
         reply = run(Request(checkpoint, text, chat, max_tokens, sampling, dtype), (lambda _: None) if as_json else _write)

@@ -52,7 +52,9 @@ def _families() -> list[dict]:
 def _cases() -> list[dict]:
     from harness.cases import all_cases
 
-    return [{"name": case.id, "stresses": case.stresses, "dtypes": case.dtypes, "layouts": case.layouts} for case in all_cases()]
+    return [
+        {"name": case.id, "stresses": case.stresses, "dtypes": case.dtypes, "layouts": case.layouts} for case in all_cases()
+    ]
 
 
 def _checks() -> list[dict]:

@@ -32,12 +32,17 @@ def register(app: typer.Typer) -> None:
 def replay(
     cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id: target::family/case::check[dtype,layout].")],
     schedule: Annotated[
-        list[str] | None, typer.Option(help="Replay this schedule instead of the check's (repeatable); the check's name is free then.")
+        list[str] | None,
+        typer.Option(help="Replay this schedule instead of the check's (repeatable); the check's name is free then."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
     target: Annotated[str | None, typer.Option(help="module:Class, where the cell's target is not a known name.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="The checkpoint, where the case is not a tiny one.")] = None,
-    build: Annotated[str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The checkpoint, where the case is not a tiny one.")
+    ] = None,
+    build: Annotated[
+        str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that the cell may take.")] = 300.0,
     bad: Annotated[bool, typer.Option("--bad", help="Show only the rows that fail, and those that tie.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with record and rows.")] = False,
@@ -106,7 +111,19 @@ def _show(record: Record, rows: list[JudgedRow]) -> None:
         console.print(f"schedule {index}: {schedule}", soft_wrap=True)
     if rows:
         table = Table(box=None, pad_edge=False)
-        for name in ("schedule", "operation", "position", "error", "noise", "bound", "ratio", "margin", "expected", "got", "verdict"):
+        for name in (
+            "schedule",
+            "operation",
+            "position",
+            "error",
+            "noise",
+            "bound",
+            "ratio",
+            "margin",
+            "expected",
+            "got",
+            "verdict",
+        ):
             table.add_column(name, justify="left" if name == "verdict" else "right")
         for row in rows:
             numbers = (row.max_abs, row.noise_max, row.allowed, row.error_ratio, row.margin)

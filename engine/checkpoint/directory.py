@@ -11,13 +11,14 @@ from engine.checkpoint.bounded import read_bounded, read_json, shown
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError, ConfigError
 
-__all__ = ["chat_template", "eos_token_ids", "tensor_headers"]
+__all__ = ["chat_template", "eos_token_ids", "special_tokens", "tensor_headers"]
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEMPLATES = 64
 MAX_EOS = 64
+MAX_TOKEN = 512
 
 
 def tensor_headers(directory: Path) -> dict[str, TensorHeader]:
@@ -47,7 +48,9 @@ def _sharded(directory: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{INDEX}: weight_map must map tensor names to files (got {shown(weight_map)})")
     for name, shard in weight_map.items():
         if not _plain_file_name(shard):
-            raise CheckpointError(f"{INDEX}: weight_map puts {shown(name)} into {shown(shard)}, which is no plain *.safetensors name")
+            raise CheckpointError(
+                f"{INDEX}: weight_map puts {shown(name)} into {shown(shard)}, which is no plain *.safetensors name"
+            )
     shards = sorted(set(weight_map.values()))
     if len(shards) > MAX_SHARDS:
         raise CheckpointError(f"{INDEX}: {len(shards)} shards are more than {MAX_SHARDS}")
@@ -71,7 +74,7 @@ def _plain_file_name(name: Any) -> bool:
     """No path: a shard lies beside its index, whatever the index says. Hub snapshots link files, so links are fine."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name) > 255 or name.startswith("."):
         return False
-    return name.isprintable() and not any(character in name for character in '/\\:')
+    return name.isprintable() and not any(character in name for character in "/\\:")
 
 
 def chat_template(directory: Path) -> str | None:
@@ -104,8 +107,23 @@ def _template_field(value: Any, where: str) -> str | None:
             raise CheckpointError(f"{where}: chat_template has no template named 'default' (it has {shown(sorted(named))})")
         value = named.get("default", next(iter(named.values())))
     if not isinstance(value, str) or len(value) > MAX_TEMPLATE_BYTES:
-        raise CheckpointError(f"{where}: chat_template must be text of at most {MAX_TEMPLATE_BYTES} characters (got {shown(value)})")
+        raise CheckpointError(
+            f"{where}: chat_template must be text of at most {MAX_TEMPLATE_BYTES} characters (got {shown(value)})"
+        )
     return value
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """The named special tokens of tokenizer_config.json (bos_token, eos_token, ...), each text or an object with `content`."""
+    path = directory / "tokenizer_config.json"
+    named = {}
+    for name, value in (read_json(path) if path.is_file() else {}).items():
+        value = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(value, str):
+            if len(value) > MAX_TOKEN:
+                raise CheckpointError(f"{path.name}: {shown(name)} has {len(value)} characters, the limit is {MAX_TOKEN}")
+            named[name] = value
+    return named
 
 
 def eos_token_ids(directory: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
@@ -117,5 +135,7 @@ def eos_token_ids(directory: Path, config: Mapping[str, Any], vocab_size: int) -
         value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > MAX_EOS or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise ConfigError(f"{where}: eos_token_id {shown(value)} must be token ids from 0 to {vocab_size - 1}, at most {MAX_EOS}")
+        raise ConfigError(
+            f"{where}: eos_token_id {shown(value)} must be token ids from 0 to {vocab_size - 1}, at most {MAX_EOS}"
+        )
     return frozenset(ids)

@@ -31,7 +31,14 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 
 # ggml type number -> (name, elements of a block, bytes of a block) of what the engine reads
-SUPPORTED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
+SUPPORTED = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    8: ("Q8_0", 32, 34),
+}
 # ... and the names of what it does not
 OTHER_TYPES = {
     6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -65,7 +72,9 @@ class _Reader:
     def need(self, count: int, what: str) -> None:
         left = self.size - self.position
         if count > left:
-            raise CheckpointError(f"{self.name}: {what} needs {count} bytes and {left} are left; the file is cut off or damaged")
+            raise CheckpointError(
+                f"{self.name}: {what} needs {count} bytes and {left} are left; the file is cut off or damaged"
+            )
 
     def number(self, form: str, what: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
@@ -77,7 +86,9 @@ class _Reader:
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.name}: {what} is not UTF-8 ({one_line(error.reason)} at byte {error.start})") from None
+            raise CheckpointError(
+                f"{self.name}: {what} is not UTF-8 ({one_line(error.reason)} at byte {error.start})"
+            ) from None
 
     def value(self, kind: int, what: str) -> Any:
         if kind in _SCALARS:
@@ -94,7 +105,9 @@ class _Reader:
             raise CheckpointError(f"{self.name}: {what} is an array of type {kind}; only numbers and text are supported")
         self.elements += count
         if count > MAX_ARRAY or self.elements > MAX_ELEMENTS:
-            raise CheckpointError(f"{self.name}: {what} is an array of {count}, the limit is {MAX_ARRAY} ({MAX_ELEMENTS} in all)")
+            raise CheckpointError(
+                f"{self.name}: {what} is an array of {count}, the limit is {MAX_ARRAY} ({MAX_ELEMENTS} in all)"
+            )
         if kind == _STRING:
             self.need(8 * count, what)  # each has at least its length field
             return [self.string(what) for _ in range(count)]
@@ -122,7 +135,8 @@ def _read(reader: _Reader, path: Path) -> GgufHeader:
     tensor_count, key_count = reader.number("<Q", "the tensor count"), reader.number("<Q", "the key count")
     if not 1 <= tensor_count <= MAX_TENSORS or key_count > MAX_KEYS:
         raise CheckpointError(
-            f"{path.name}: {tensor_count} tensors and {key_count} keys are out of bounds (1 to {MAX_TENSORS}, at most {MAX_KEYS})"
+            f"{path.name}: {tensor_count} tensors and {key_count} keys are out of bounds "
+            f"(1 to {MAX_TENSORS}, at most {MAX_KEYS})"
         )
     reader.need(13 * key_count + 32 * tensor_count, f"a header of {key_count} keys and {tensor_count} tensors")
     metadata: dict[str, Any] = {}
@@ -150,7 +164,9 @@ def _read(reader: _Reader, path: Path) -> GgufHeader:
             )
         end = tensor.offset + tensor.nbytes
         if end > reader.size:
-            raise CheckpointError(f"{where} ends at byte {end} and the file has {reader.size}; it is cut off: download it again")
+            raise CheckpointError(
+                f"{where} ends at byte {end} and the file has {reader.size}; it is cut off: download it again"
+            )
     return GgufHeader(metadata, tensors)
 
 

@@ -75,7 +75,9 @@ def convert(gguf: GgufHeader) -> Converted:
     if architecture != "llama":
         raise Refused(f"general.architecture {shown(architecture)} is not supported in GGUF files (llama is)")
     if metadata.get("split.count", 1) != 1:
-        raise Refused(f"the GGUF file is one of {shown(metadata['split.count'])} parts; merge them (`llama-gguf-split --merge`)")
+        raise Refused(
+            f"the GGUF file is one of {shown(metadata['split.count'])} parts; merge them (`llama-gguf-split --merge`)"
+        )
     headers = {_name(name): header for name, header in gguf.tensors.items() if name != ROPE_FACTORS}
     config = _config(metadata, headers)
     if ROPE_FACTORS in gguf.tensors:
@@ -108,10 +110,14 @@ def _config(metadata: Mapping[str, Any], headers: Mapping[str, TensorHeader]) ->
         if isinstance(value, list):
             raise Refused(f"GGUF key llama.{key[:80]} differs by layer, which is not supported")
     if values.get("expert_count"):
-        raise Refused(f"llama.expert_count {shown(values['expert_count'])}: mixtures of experts are not supported in GGUF files")
+        raise Refused(
+            f"llama.expert_count {shown(values['expert_count'])}: mixtures of experts are not supported in GGUF files"
+        )
     config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     config |= {field: values[key] for key, field in _FIELDS.items() if key in values}
-    config.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        config.setdefault("vocab_size", len(tokens))
     if "rms_norm_eps" not in config:
         raise ConfigError("GGUF key llama.attention.layer_norm_rms_epsilon is missing")
     for key in ("rope.dimension_count", "attention.key_length"):  # rotary positions span the whole head
@@ -153,8 +159,12 @@ def _llama3_scaling(header: TensorHeader, config: Mapping[str, Any]) -> dict[str
     largest divisor; divisors that do not follow from it are refused.
     """
     head_dim, theta = config.get("head_dim"), config.get("rope_theta", 10000.0)
-    if type(head_dim) is not int or header.shape != (head_dim // 2,) or header.dtype != "F32" or not 1 < theta < 1e12:
-        raise CheckpointError(f"tensor {ROPE_FACTORS} must be F32 of shape [head_dim / 2] (got {header.dtype} {list(header.shape)})")
+    if not isinstance(theta, float) or not 1 < theta < 1e12:
+        raise ConfigError(f"GGUF key llama.rope.freq_base {shown(theta)} must be a number from 1 to 1e12")
+    if type(head_dim) is not int or header.shape != (head_dim // 2,) or header.dtype != "F32":
+        raise CheckpointError(
+            f"tensor {ROPE_FACTORS} must be F32 of shape [head_dim / 2] (got {header.dtype} {list(header.shape)})"
+        )
     divisors = np.array(read_tensor(header, "float32"), np.float64)
     factor = float(divisors.max())
     scaling = {
@@ -176,4 +186,3 @@ def _half_split(array: mx.array, heads: int) -> mx.array:
     """Rows of a q or k projection (or its bias) from pairs side by side (GGUF) to the two halves of a head (Hugging Face)."""
     rows, *columns = array.shape
     return array.reshape(heads, rows // heads // 2, 2, *columns).swapaxes(1, 2).reshape(rows, *columns)
-

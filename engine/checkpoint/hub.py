@@ -46,6 +46,6 @@ def snapshot(hub_id: str) -> Path:
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         cause = one_line(error, 160)
     raise HubUnavailable(
-        f"cannot get {hub_id!r} from the hub: {cause}. Download it where there is network (`hf download {hub_id}`) and pass its "
-        "directory, or put it into the cache and set HF_HUB_OFFLINE=1"
+        f"cannot get {hub_id!r} from the hub: {cause}. Download it where there is network (`hf download {hub_id}`) and pass "
+        "its directory, or put it into the cache and set HF_HUB_OFFLINE=1"
     ) from None

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from engine import models
 from engine.checkpoint import directory, gguf_header, gguf_llama, hub
-from engine.checkpoint.bounded import read_json, shown
+from engine.checkpoint.bounded import one_line, read_json, shown
 from engine.checkpoint.read import COMPUTE_DTYPES, read_tensor
 from engine.checkpoint.tensors import TensorHeader, account
 from engine.errors import CheckpointError, ConfigError, Refused
@@ -40,6 +40,7 @@ class Checkpoint:
     dtype: str
     tokenizer: Tokenizer | None
     chat_template: str | None
+    special_tokens: dict[str, str]  # bos_token, eos_token, ...: what templates know them as
     eos_token_ids: frozenset[int]
     source: str
     notes: list[str]  # what was chosen and why, one line each
@@ -48,17 +49,7 @@ class Checkpoint:
         """The compiled chat template. Raises Refused where the checkpoint has none, TemplateError where it does not compile."""
         if self.chat_template is None:
             raise Refused("the checkpoint has no chat template; pass a plain prompt (--no-chat)")
-        return ChatTemplate(self.chat_template, self.special_tokens())
-
-    def special_tokens(self) -> dict[str, str]:
-        """`bos_token` and `eos_token` as text, for templates that write them."""
-        named = {}
-        for name in ("bos", "eos"):
-            token = self.raw_config.get(f"{name}_token_id")
-            token = token[0] if isinstance(token, list) and token else token
-            if self.tokenizer is not None and type(token) is int:
-                named[f"{name}_token"] = self.tokenizer.token_bytes(token).decode(errors="replace")
-        return named
+        return ChatTemplate(self.chat_template, self.special_tokens)
 
 
 def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
@@ -71,15 +62,21 @@ def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise Refused(f"dtype {shown(dtype)} is not supported (supported: {', '.join(COMPUTE_DTYPES)})")
     path = Path(source)
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise CheckpointError(f"cannot look at {shown(str(source), 200)}: {one_line(error.strerror)}") from None
+    if not exists:
         if path.suffix in (".gguf", ".safetensors") or not hub.is_hub_id(str(source)):
             raise CheckpointError(f"{shown(str(source), 200)} is no file or directory, and no hub id (owner/name)")
         return _load_directory(hub.snapshot(str(source)), str(source), dtype)
     if path.is_dir():
         return _load_directory(path, str(source), dtype)
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and path.is_file():
         return _load_gguf(path, str(source), dtype)
-    raise CheckpointError(f"{shown(str(source), 200)} is neither a directory nor a *.gguf file; pass the directory of config.json")
+    raise CheckpointError(
+        f"{shown(str(source), 200)} is neither a directory nor a *.gguf file; pass the directory of config.json"
+    )
 
 
 def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
@@ -98,7 +95,8 @@ def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
     weights, used, notes = _weights(family, config, headers, _FLOATS, dtype, lambda name: None)
     if tokenizer is None:
         notes.append("no tokenizer: the directory has no tokenizer.json")
-    return Checkpoint(model_type, config, raw, weights, used, tokenizer, template, eos, source, notes)
+    specials = _specials(raw, tokenizer) | directory.special_tokens(path)
+    return Checkpoint(model_type, config, raw, weights, used, tokenizer, template, specials, eos, source, notes)
 
 
 def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
@@ -112,13 +110,18 @@ def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"tokenizer.chat_template must be text (got {shown(template)})")
-    eos = frozenset(metadata[key] for key in _GGUF_EOS if key in metadata)
+    eos = [metadata[key] for key in _GGUF_EOS if key in metadata]
     if not all(type(token) is int and 0 <= token < config.vocab_size for token in eos):
-        raise ConfigError(f"the GGUF file's eos token ids {shown(sorted(map(str, eos)))} must be 0 to {config.vocab_size - 1}")
+        raise ConfigError(f"the GGUF file's end-of-text ids {shown(eos)} must be from 0 to {config.vocab_size - 1}")
     weights, used, notes = _weights(family, config, converted.headers, _GGUF_DTYPES, dtype, converted.arrange)
     if has_vocabulary and "tokenizer.ggml.pre" not in metadata:
-        notes.append("the GGUF file does not name its pre-tokenizer; 'default' is assumed, and some texts may be cut differently")
-    return Checkpoint(raw["model_type"], config, raw, weights, used, tokenizer, template, eos, source, notes)
+        notes.append(
+            "the GGUF file does not name its pre-tokenizer; 'default' is assumed, and some texts may be cut differently"
+        )
+    specials = _specials(raw, tokenizer)
+    return Checkpoint(
+        raw["model_type"], config, raw, weights, used, tokenizer, template, specials, frozenset(eos), source, notes
+    )
 
 
 _GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -130,8 +133,21 @@ def _model_type(raw: Mapping[str, Any]) -> str:
         known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]
         model_type = models.ARCHITECTURES[known[0]] if known else None
     if not isinstance(model_type, str):
-        raise ConfigError(f"config field model_type must name a family (got {shown(model_type)}; known: {', '.join(models.FAMILIES)})")
+        raise ConfigError(
+            f"config field model_type must name a family (got {shown(model_type)}; known: {', '.join(models.FAMILIES)})"
+        )
     return model_type
+
+
+def _specials(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, str]:
+    """Named special tokens by the ids that the config gives."""
+    named = {}
+    for name in ("bos", "eos"):
+        token = raw.get(f"{name}_token_id")
+        token = token[0] if isinstance(token, list) and token else token
+        if tokenizer is not None and type(token) is int:
+            named[f"{name}_token"] = tokenizer.token_bytes(token).decode(errors="replace") if token >= 0 else ""
+    return named
 
 
 def _refused_quantization(name: str, block: Any) -> Exception:
@@ -178,11 +194,14 @@ def _weights(
     for copy, name in duplicates.items():
         if copy in headers and not mx.array_equal(read_tensor(headers[copy], used, arrange(copy)), weights[name]).item():
             raise CheckpointError(
-                f"tensor {shown(copy)} differs from {shown(name)}, of which the config says that it is a copy; is tie_word_embeddings right?"
+                f"tensor {shown(copy)} differs from {shown(name)}, of which the config says that it is a copy; "
+                "is tie_word_embeddings right?"
             )
     left = [name for name in headers if name not in parameters]
     if left:
-        notes.append(f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers), first {shown(left[0])}")
+        notes.append(
+            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers), first {shown(left[0])}"
+        )
     return weights, used, notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,9 @@ __all__ = ["COMPUTE_DTYPES", "read_tensor"]
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
-_PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 # ggml blocks of 32 weights: scale d, Q4_1 with minimum m; a byte of qs holds weight i in its low and i + 16 in its high half
-_BLOCKS = {
+_BLOCKS: dict[str, np.dtype[Any]] = {
     "Q4_0": np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
     "Q4_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)]),
     "Q8_0": np.dtype([("d", "<f2"), ("qs", "i1", 32)]),

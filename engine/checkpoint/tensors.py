@@ -11,6 +11,7 @@ from engine.errors import CheckpointError
 
 __all__ = ["TensorHeader", "account"]
 
+
 @dataclass(frozen=True)
 class TensorHeader:
     """One tensor of a file, as its header declares it; the file module has checked that its bytes are there."""

@@ -24,13 +24,12 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_DIGITS = [r"\p{N}", _GPT2]
-_DEFAULT = [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]
-PRE_TOKENIZERS: dict[str, list[str]] = {
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "granite-docling"), [_GPT2]),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), [_LLAMA3]),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), [_QWEN2]),
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     "default": _DEFAULT,
 }
 # A piece that is a token as it stands is not built up by merges, and a text starts with BOS unless the file says otherwise.
@@ -63,7 +62,9 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.tokens has {twice[:40]!r} twice")
     backend = tokenizers.Tokenizer(_bpe(vocabulary, merges, pre in _WHOLE_PIECES_AND_BOS))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     for index, kind in enumerate(types):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and tokens[index]:
@@ -72,14 +73,20 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if metadata.get("tokenizer.ggml.add_bos_token", pre in _WHOLE_PIECES_AND_BOS):
         bos = metadata.get("tokenizer.ggml.bos_token_id")
         if type(bos) is not int or not 0 <= bos < len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.bos_token_id {bos!r} must be 0 to {len(tokens) - 1}, because texts start with it")
+            raise CheckpointError(
+                f"tokenizer.ggml.bos_token_id {bos!r} must be 0 to {len(tokens) - 1}, because texts start with it"
+            )
         prefix = [bos]
     return Tokenizer(backend, prefix=prefix)
 
 
 def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
     values = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or not 1 <= len(values) <= MAX_TOKENS or not all(isinstance(value, str) for value in values):
+    if (
+        not isinstance(values, list)
+        or not 1 <= len(values) <= MAX_TOKENS
+        or not all(isinstance(value, str) for value in values)
+    ):
         raise CheckpointError(f"tokenizer.ggml.{name} must be a list of 1 to {MAX_TOKENS} texts")
     return values
 

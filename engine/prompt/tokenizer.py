@@ -69,7 +69,9 @@ class Tokenizer:
 
     def _stream(self, skip_special: bool, drop_first_space: bool) -> Detokenizer:
         skipped = self.special_ids if skip_special else frozenset()
-        return Detokenizer(lambda token: b"" if token in skipped else self.token_bytes(token), drop_first_space=drop_first_space)
+        return Detokenizer(
+            lambda token: b"" if token in skipped else self.token_bytes(token), drop_first_space=drop_first_space
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; none for an id that the vocabulary lacks (padding rows of an embedding)."""

@@ -1,7 +1,8 @@
-"""One peer of a benchmark: its own fresh process, asked by lines of JSON; and whether the machine is quiet enough to measure."""
+"""One peer of a benchmark, a process that is asked by lines of JSON; and whether the machine is quiet enough to measure."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -130,10 +131,8 @@ class PeerProcess:
 
     def close(self) -> None:
         if self.process.stdin is not None and not self.process.stdin.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()  # end of requests: the peer returns
-            except BrokenPipeError:
-                pass
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:

@@ -30,10 +30,10 @@ def measure(
     allow_busy: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Ask each peer `rounds` times for `decode` tokens after `prompt`; the first peer is ours, the one that the rest is compared with.
+    """Ask each peer `rounds` times for `decode` tokens after `prompt`; the first peer is ours, with which the rest is compared.
 
-    `checkpoints`: dtype -> directory. Returns the raw result (JSON types only; reports.bench renders it). A peer that cannot run is
-    in `missing` with the reason; ours missing is Infra, and so is a busy machine unless `allow_busy`.
+    `checkpoints`: dtype -> directory. Returns the raw result (JSON types only; reports.bench renders it). A peer that cannot
+    run is in `missing` with the reason; ours missing is Infra, and so is a busy machine unless `allow_busy`.
     """
     warnings = []
     busy = busy_fraction()

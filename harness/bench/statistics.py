@@ -13,7 +13,7 @@ COVERAGE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """Median of n samples and an interval that covers the true median with probability `coverage`, whatever the distribution."""
+    """Median of n samples and an interval that covers the true median with probability `coverage`, for any distribution."""
 
     median: float
     low: float
@@ -25,8 +25,8 @@ class Interval:
 def interval(samples: Sequence[float]) -> Interval:
     """Order statistics: x[k] .. x[n-1-k] misses the median with probability 2 * P(Binomial(n, 1/2) <= k).
 
-    The narrowest interval that covers COVERAGE is taken; below 6 samples there is none, and the whole range is given with the
-    coverage that it has.
+    The narrowest interval that covers COVERAGE is taken; below 6 samples there is none, and the whole range is given with
+    the coverage that it has.
     """
     if not samples or not all(math.isfinite(sample) for sample in samples):
         raise ValueError(f"an interval needs finite samples (got {list(samples)})")

@@ -18,8 +18,8 @@ __all__ = ["MlxLmTarget"]
 class MlxLmTarget:
     """Sequences are prompt caches; a batched step merges the caches of its sequences and takes them apart again.
 
-    Where mlx-lm decides (its cuts of a prompt, its choice of tokens) its own generation loop runs, and a logits processor, which
-    is how it lets callers see logits, notes the rows.
+    Where mlx-lm decides (its cuts of a prompt, its choice of tokens) its own generation loop runs, and a logits processor, its
+    way to let callers see logits, notes the rows.
     """
 
     name = "mlx_lm"
@@ -112,7 +112,7 @@ class _MlxLmSession:
         return dict(self._counters)
 
     def _generate(self, sequence: str, prompt: list[int], count: int, chunk: int | None) -> tuple[list[int], np.ndarray]:
-        """Tokens that its loop chose after the prompt, and float32 [count + 1, vocab]: the row each was chosen from, and the last."""
+        """Tokens that its loop chose, and float32 [count + 1, vocab]: the row each was chosen from, and the last."""
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 

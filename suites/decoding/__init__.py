@@ -1,4 +1,4 @@
-"""The checks that every case, every dtype and every target gets. A suite of another project may import them and run them as its own."""
+"""The checks that every case, dtype and target gets; a suite of another project may import them and run them as its own."""
 
 from suites.decoding.test_chunked import chunked_prefill_matches_full_forward, engine_cut_prefill_matches_full_forward
 from suites.decoding.test_engine_run import consecutive_runs_match_recompute, engine_run_matches_recompute_greedy

@@ -34,9 +34,9 @@ _NAMED: dict[str, Callable[[Case], bool]] = {  # general name -> cases that have
 }
 
 
-def for_others(check: Check) -> Check:
-    """The check on all cases but those that have a name of their own for it."""
-    return replace(check, applies=lambda case: not _NAMED[check.name](case))
+def for_others(name: str) -> Callable[[Case], bool]:
+    """All cases but those that have a name of their own for the check of this general name."""
+    return lambda case: not _NAMED[name](case)
 
 
 def named(name: str, check: Check, applies: Callable[[Case], bool]) -> Check:

@@ -19,11 +19,10 @@ def _schedules(case: Case) -> Sequence[Schedule]:
     return [Schedule.parse(f"feed a {start}; step a {n - start}") for start in dict.fromkeys(starts)]
 
 
-incremental_logits_match_full_forward = for_others(
-    Check(
-        name="incremental_logits_match_full_forward",
-        holds="logits of one-token steps against the cache are those of one full forward over the same tokens",
-        schedules=_schedules,
-        faults=("rope_offset_off_by_one", "kv_write_one_slot_early"),
-    )
+incremental_logits_match_full_forward = Check(
+    name="incremental_logits_match_full_forward",
+    holds="logits of one-token steps against the cache are those of one full forward over the same tokens",
+    schedules=_schedules,
+    faults=("rope_offset_off_by_one", "kv_write_one_slot_early"),
+    applies=for_others("incremental_logits_match_full_forward"),
 )

@@ -23,7 +23,7 @@ def _interleaved(case: Case) -> Sequence[Schedule]:
             f"feed a {n // 2}; feed b 9; step a 3; step b 3; feed a {n - n // 2 - 3}; feed b 15; step b 2; step a 2"
         ),
         Schedule.parse(
-            "open a; open b; feed b 8; feed a 8; step a 1; step b 1; step a 1; step b 1; close a; step b 3; open a; feed a 5; step b 1"
+            "open a; open b; feed b 8; feed a 8; step a 1; step b 1; step a 1; close a; step b 3; open a; feed a 5; step b 1"
         ),
     ]
 

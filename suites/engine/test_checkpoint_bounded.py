@@ -74,7 +74,9 @@ def test_a_missing_config_is_an_error_that_names_it(tmp_path):
         load(path)
 
 
-JSON = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=9) | st.lists(st.integers(0, 9), max_size=3)
+JSON = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=9) | st.lists(st.integers(0, 9), max_size=3)
+)
 
 
 @settings(max_examples=50)
@@ -101,7 +103,9 @@ def test_chat_templates_are_found_where_checkpoints_have_them(tmp_path):
     assert load(path).chat_template == "file\r\n"
 
 
-@pytest.mark.parametrize("value", [3, {}, [3], [{"name": "a"}], [{"name": "a", "template": "x"}, {"name": "b", "template": "y"}], []])
+@pytest.mark.parametrize(
+    "value", [3, {}, [3], [{"name": "a"}], [{"name": "a", "template": "x"}, {"name": "b", "template": "y"}], []]
+)
 def test_chat_templates_of_other_shapes_are_errors(tmp_path, value):
     path = write_directory(tmp_path / "m")
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
@@ -115,7 +119,13 @@ def test_damaged_chat_template_and_tokenizer_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
         load(path)
     (path / "chat_template.jinja").unlink()
-    for text in ("", "{}", "[]", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "[" * 100_000):
+    for text in (
+        "",
+        "{}",
+        "[]",
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+        "[" * 100_000,
+    ):
         (path / "tokenizer.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
             load(path)

@@ -1,5 +1,6 @@
 """GGUF files: what loads, and that whatever is wrong with them is a one-line EngineError."""
 
+import contextlib
 import struct
 
 import gguf
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint import load
-from engine.checkpoint.gguf_header import read_header
+from engine.checkpoint.gguf_header import GgufHeader, read_header
 from engine.errors import CheckpointError, ConfigError, EngineError, Refused
 from suites.engine.tiny_checkpoints import CONFIG, tensors, write_gguf
 
@@ -65,11 +66,12 @@ def test_weights_config_and_special_tokens_come_from_the_file(tmp_path):
     config = loaded.config
     assert (config.hidden_size, config.num_key_value_heads, config.head_dim, config.vocab_size) == (32, 2, 8, 64)
     assert config.rms_norm_eps == pytest.approx(1e-5) and not config.tie_word_embeddings
-    assert loaded.eos_token_ids == {2} and loaded.special_tokens() == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert loaded.eos_token_ids == {2} and loaded.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize(
-    "quantisation", [Quantisation.Q4_0, Quantisation.Q4_1, Quantisation.Q8_0, Quantisation.F16, Quantisation.BF16, Quantisation.F32]
+    "quantisation",
+    [Quantisation.Q4_0, Quantisation.Q4_1, Quantisation.Q8_0, Quantisation.F16, Quantisation.BF16, Quantisation.F32],
 )
 def test_dequantised_weights_equal_those_of_the_gguf_package(tmp_path, quantisation):
     arrays = tensors()
@@ -229,7 +231,8 @@ def test_missing_and_extra_tensors_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama.embedding_length", "llama.block_count", "llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon"]
+    "name",
+    ["llama.embedding_length", "llama.block_count", "llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon"],
 )
 def test_a_missing_key_is_an_error(tmp_path, name):
     failure(write_gguf(tmp_path / "m.gguf", skip=name), ConfigError)
@@ -242,13 +245,17 @@ def test_metadata_out_of_bounds_is_an_error(tmp_path, name, value):
 
 
 def test_numbers_that_are_not_finite_are_errors(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", edit=key("llama.rope.freq_base", float("nan"), Kind.FLOAT32), skip="llama.rope.freq_base")
+    path = write_gguf(
+        tmp_path / "m.gguf", edit=key("llama.rope.freq_base", float("nan"), Kind.FLOAT32), skip="llama.rope.freq_base"
+    )
     assert "llama.rope.freq_base" in failure(path, CheckpointError)
 
 
 def test_a_list_where_a_number_belongs_is_refused(tmp_path):
     path = write_gguf(
-        tmp_path / "m.gguf", edit=lambda w: w.add_array("llama.attention.head_count_kv", [2, 1]), skip="llama.attention.head_count_kv"
+        tmp_path / "m.gguf",
+        edit=lambda w: w.add_array("llama.attention.head_count_kv", [2, 1]),
+        skip="llama.attention.head_count_kv",
     )
     assert "head_count_kv" in failure(path, Refused)
 
@@ -263,7 +270,7 @@ def test_weights_are_narrowed_on_request(tmp_path):
     assert {array.dtype for array in loaded.weights.values()} == {mx.bfloat16}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_read_or_is_an_engine_error(data, whole, tmp_path):
     header_end = len(whole) - 4 * sum(array.size for array in tensors().values())
@@ -278,6 +285,19 @@ def test_a_damaged_header_is_read_or_is_an_engine_error(data, whole, tmp_path):
         load(path)
     except EngineError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("value", ["x", -1, 0, 1.5, True, 2**63, [1], ["x"], []])
+def test_a_key_of_any_other_type_or_size_loads_or_is_an_engine_error(tmp_path, monkeypatch, value):
+    path = write_gguf(
+        tmp_path / "m.gguf", tensors() | {"rope_freqs.weight": np.ones(4, np.float32)}, edit=key("split.count", 1)
+    )
+    header = read_header(path)
+    for name in [*header.metadata, "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.attention.key_length"]:
+        changed = GgufHeader(header.metadata | {name: value}, header.tensors)
+        monkeypatch.setattr("engine.checkpoint.gguf_header.read_header", lambda _, changed=changed: changed)
+        with contextlib.suppress(EngineError):
+            load(path)
 
 
 def test_vocabulary_size_of_the_tiny_file_is_that_of_its_config(tmp_path):

@@ -76,7 +76,9 @@ def test_a_checkpoint_without_template_or_tokenizer_says_so(run, tmp_path):
         cli.generate(cli.Request(str(bare), ""), lambda _: None)
 
 
-@pytest.mark.parametrize("option", [("--temperature", -1), ("--top-p", 0), ("--top-k", -2), ("--seed", -1), ("--max-tokens", -1)])
+@pytest.mark.parametrize(
+    "option", [("--temperature", -1), ("--top-p", 0), ("--top-k", -2), ("--seed", -1), ("--max-tokens", -1)]
+)
 def test_options_out_of_bounds_are_usage_errors(run, checkpoint, option):
     result = run(checkpoint, "the", *option)
     assert result.exit_code == 2 and option[0].strip("-").replace("-", "_") in result.stderr.replace("-", "_")

@@ -7,7 +7,8 @@ from jinja2 import Environment
 
 import engine
 from engine.errors import CheckpointError
-from engine.prompt.template import MAX_OUTPUT, ChatTemplate, TemplateError
+from engine.prompt.sandbox import MAX_VALUE
+from engine.prompt.template import ChatTemplate, TemplateError
 
 USER = [{"role": "user", "content": "Hi"}]
 PUBLISHED = Path(engine.__file__).parents[2] / "shared" / "data" / "templates"
@@ -33,7 +34,10 @@ def render(source, messages=USER, **variables):
         ("{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f('a' ~ 1) }}", "[a1]"),
         ("{% set t %}body{% endset %}{{ t | trim | upper }}", "BODY"),
         ("{{ 'a</think>b'.split('</think>')[-1].lstrip() }}{{ 'x'.replace('x', 'y') }}", "by"),
-        ("{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'x') | list | length }}", "user0"),
+        (
+            "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'x') | list }}",
+            "user[]",
+        ),
         ("{% generation %}reply{% endgeneration %}", "reply"),
         ("{{ strftime_now('%Y') | length }}", "4"),
         ("{{ '%s is %d' % ('x', 3) }}{{ '{} {a}'.format(1, a=2) }}", "x is 31 2"),
@@ -44,6 +48,14 @@ def render(source, messages=USER, **variables):
 )
 def test_what_published_templates_use_works(source, text):
     assert render(source) == text
+
+
+def test_namespaces_that_hold_each_other_print_at_once():
+    source = (
+        "{% set ns = namespace(s=1) %}{% for i in range(99) %}{% set ns.s = namespace(a=ns.s, b=ns.s) %}{% endfor %}"
+        "{{ ns.s }}{{ ns.s ~ '' }}{{ [ns] | string }}"
+    )
+    assert render(source) == "<Namespace><Namespace>[<Namespace>]"
 
 
 def test_variables_of_the_caller_reach_the_template():
@@ -106,10 +118,28 @@ def test_a_template_that_fails_is_a_one_line_error(source, named):
         "{{ {'a': 'b'} | tojson(indent=10**9) }}",
         "{{ strftime_now('%A' * 100000) }}",
         "{{ range(10**9) | list }}",
+        "{{ ('\t' * 1000000).expandtabs(99999) }}",
+        "{{ ('a' * 1000000).translate({97: 'b' * 100000}) }}",
+        "{{ (1).to_bytes(10**9, 'big') }}",
+        "{{ ('%s' * 1000000) % (('a' * 1000000,) * 1000000) }}",
+        "{{ ('{0}' * 100000).format('a' * 1000000) }}",
+        "{{ ['a' * 1000000] * 1000000 }}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = {'a': ns.s, 'b': ns.s} %}{% endfor %}{{ ns.s }}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
+        "{% set t = 'a' * 4000000 %}{% set x %}{% for i in range(100000) %}{{ t }}{% endfor %}{% endset %}",
+        "{% set x %}{% for i in range(100000) %}" + "text " * 1000 + "{% endfor %}{% endset %}",
+        "{% set ns = namespace(s='ab') %}{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}"
+        "{% for i in range(99) %}{% set ns.s = m(ns.s) %}{% endfor %}",
         "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
         "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        "{% for i in range(100000) %}{{ 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' }}{% endfor %}",
+        "{% for i in range(100000) %}{{ '" + 200 * "a" + "' }}{% endfor %}",
+        "{% set x %}{% for i in range(100000) %}{{ '"
+        + 999 * "a"
+        + "' | replace('a', '"
+        + 999 * "b"
+        + "') }}{% endfor %}{% endset %}",
     ],
 )
 def test_texts_and_numbers_beyond_bounds_are_errors_before_they_exist(source):
@@ -127,13 +157,13 @@ def test_texts_and_numbers_beyond_bounds_are_errors_before_they_exist(source):
     ],
 )
 def test_endless_loops_end_at_a_bound(source, monkeypatch):
-    monkeypatch.setattr("engine.prompt.template.MAX_ITERATIONS", 50_000)
+    monkeypatch.setattr("engine.prompt.sandbox.MAX_ITERATIONS", 50_000)
     with pytest.raises(TemplateError, match="loops more"):
         render(source)
 
 
 def test_a_slow_template_ends_at_its_deadline(monkeypatch):
-    monkeypatch.setattr("engine.prompt.template.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("engine.prompt.sandbox.MAX_SECONDS", 0.05)
     with pytest.raises(TemplateError, match=r"longer than 0\.05 seconds"):
         render("{% for i in range(100000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}")
 
@@ -146,7 +176,7 @@ def test_a_template_of_unusual_size_is_an_error():
 def test_long_conversations_are_within_the_bounds():
     messages = [{"role": "user", "content": "word " * 500}] * 400
     text = render("{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim ~ '\n' }}{% endfor %}", messages)
-    assert 900_000 < len(text) < MAX_OUTPUT
+    assert 900_000 < len(text) < MAX_VALUE
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the folder of published templates is not beside the repository")
@@ -162,5 +192,8 @@ def test_published_templates_compile_and_render(path):
     text = template.render(conversation)
     assert all(message["content"] in text for message in conversation)
     assert template.render(USER, add_generation_prompt=False) != template.render(USER)
-    tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+    }
     assert "add" in template.render(USER, tools=[tool])

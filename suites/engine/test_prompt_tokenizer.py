@@ -87,12 +87,14 @@ class TestSmolLM2:
         assert smollm2.decode(ids) == text == "".join(map(smollm2.stream().feed, ids))
 
     # The published vocabulary lacks some control bytes and F1, F2: characters that need them are dropped, there as here.
-    @given(text=st.text(st.characters(min_codepoint=32, max_codepoint=0xFFFF)))
+    @given(text=st.text(st.characters(min_codepoint=32, max_codepoint=0xFFFF, exclude_categories=["Cs"])))
     @settings(max_examples=50, deadline=None)
     def test_any_text_round_trips(self, smollm2, text):
         assert smollm2.decode(smollm2.encode(text)) == text
 
-    @pytest.mark.parametrize(("text", "token"), [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2), ("<file_sep>", 5)])
+    @pytest.mark.parametrize(
+        ("text", "token"), [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2), ("<file_sep>", 5)]
+    )
     def test_special_tokens_are_single_ids(self, smollm2, text, token):
         assert smollm2.encode(text) == [token] and smollm2.token_id(text) == token and token in smollm2.special_ids
         assert smollm2.encode(f"a{text}b")[1] == token
@@ -135,7 +137,9 @@ def test_tokenizer_files_with_padding_and_truncation_encode_the_text_alone(tmp_p
     assert Tokenizer.from_file(tmp_path / "tokenizer.json").encode("abab") == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.CTC(), decoders.Sequence([decoders.Replace("x", "y")])])
+@pytest.mark.parametrize(
+    "decoder", [None, decoders.WordPiece(), decoders.CTC(), decoders.Sequence([decoders.Replace("x", "y")])]
+)
 def test_decoders_that_cannot_stream_are_refused_by_name(tmp_path, decoder):
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     if decoder is not None:

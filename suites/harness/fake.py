@@ -8,21 +8,28 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from safetensors.numpy import load_file
 
+from harness.faults import Fault, Patch, Planted
 from harness.outcomes import Infra, Unsupported
 from harness.target import Capabilities, GreedyResult
 
 
 class Honest:
-    name = "fake"
+    name = "honest"
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
     capabilities = Capabilities(families=frozenset({"llama"}))
 
     def require(self) -> None:
@@ -188,6 +195,23 @@ class PrintsGarbage(Honest):
         print("\x1b[2J" + "x" * 100_000)
 
 
+class PrintsGarbageAndDies(PrintsGarbage):
+    def on_rewind(self, session: Session) -> None:
+        super().on_rewind(session)
+        os._exit(3)
+
+
+class IsBuiltElsewhere(Honest):
+    """Says that a build replaces a package that no build of the tests has."""
+
+    package = "json"
+
+
+class StartsAProcess(Honest):
+    def on_rewind(self, session: Session) -> None:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
 class Raises(Honest):
     def on_rewind(self, session: Session) -> None:
         raise KeyError("layer 3\nhas no cache")
@@ -243,3 +267,31 @@ class LingersOnEachRun(Honest):
     def start(self) -> Session:
         time.sleep(0.2)
         return super().start()
+
+
+def _fault(name: str, by: float | None, called: bool = True) -> Fault:
+    def make(planted: Planted) -> list[Patch]:
+        honest = Session._rows
+
+        def rows(self: Session, sequence: str, count: int) -> np.ndarray:
+            if called:
+                planted.mark()
+            if by is None:
+                raise RuntimeError("planted")
+            return honest(self, sequence, count) + np.float32(by)
+
+        return [(Session, "_rows", rows)]
+
+    return Fault(name, "rows are moved", make)
+
+
+class Faulty(Honest):
+    faults: ClassVar = {
+        fault.name: fault
+        for fault in (
+            _fault("shows", 1.0),
+            _fault("has_no_effect", 0.0),
+            _fault("is_never_called", 1.0, called=False),
+            _fault("raises", None),
+        )
+    }

@@ -86,10 +86,8 @@ def main() -> None:
                 print(f"{name:14} {largest:.2f}  {text}  {sorted({outcomes for _, _, outcomes in values})}")
             everything = np.concatenate([rows for values in mine.values() for rows, _, _ in values])
             chances = [_tail(everything, bound) for bound in (3.0, 3.0 / 1.25)]
-            print(
-                f"{len(everything)} rows, largest {everything.max():.3f}; log10 of the chance of a row beyond the bound {chances[0]:.1f}"
-            )
-            print(f"and {chances[1]:.1f} for a target that is 1.25 times as coarse")
+            print(f"{len(everything)} rows, largest {everything.max():.3f}; log10 of the chance of a row beyond the bound:")
+            print(f"{chances[0]:.1f}, and {chances[1]:.1f} for a target that is 1.25 times as coarse")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_our_own_engine_missing_ends_the_run(tiny, quiet, tmp_path):
 
 def test_busy_machine_is_refused_and_said_where_it_is_accepted(tiny, monkeypatch):
     monkeypatch.setattr(bench_run, "busy_fraction", lambda: 0.6)
-    with pytest.raises(Infra, match="60%.*--busy-ok"):
+    with pytest.raises(Infra, match=r"60%.*--busy-ok"):
         measure([OURS], {"float32": tiny}, PROMPT, decode=2, rounds=1)
     found = measure([OURS], {"float32": tiny}, PROMPT, decode=2, rounds=1, allow_busy=True)
     assert "60%" in found["warnings"][0]

@@ -102,6 +102,22 @@ def test_an_unknown_rope_type_is_named() -> None:
         llama.logits(config, weights(find("llama/gqa")), [3])
 
 
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "low_freq_factor"),
+        ({"rope_type": "yarn", "factor": "4"}, "factor"),
+        ({"rope_type": "default", "rope_theta": -1}, "rope_theta"),
+    ],
+)
+def test_a_rope_setting_that_is_missing_or_no_number_is_named(settings: dict[str, object], field: str) -> None:
+    config = dict(find("llama/gqa").config) | {"rope_scaling": settings}
+    with pytest.raises(ReferenceError, match=field):
+        llama.logits(config, weights(find("llama/gqa")), [3])
+
+
 @pytest.mark.parametrize("model_type", ["loading", "gguf_file", "no_such_family", "../llama", "", "Llama"])
 def test_only_families_are_found_by_model_type(model_type: str) -> None:
     with pytest.raises(ReferenceError, match="no reference"):

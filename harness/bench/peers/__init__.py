@@ -1,1 +1,1 @@
-"""Peer processes. Each `serve_*.py` is run as a script, maybe by another environment's Python, and imports only its own engine."""
+"""Peer processes. Each `serve_*.py` runs as a script, maybe under another Python, and imports only its own engine."""

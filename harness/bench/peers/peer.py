@@ -13,7 +13,7 @@ import time
 
 
 def serve(load):
-    """`load(checkpoint, dtype) -> (environment, generate)`; generate(prompt, count) yields chosen token ids as they are there."""
+    """`load(checkpoint, dtype) -> (environment, generate)`; generate(prompt, count) yields each token id when it is chosen."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not end up among the replies
     environment, generate = load(sys.argv[1], sys.argv[2])

@@ -1,0 +1,61 @@
+"""Runtime faults: every check has some, and a planted one leaves nothing behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness import cases
+from harness.cases.build import build
+from harness.cells import checks_in
+from harness.check import Check
+from harness.faults import ENGINE
+from harness.replay import Plan, Replay, replay
+from harness.schedule import Schedule
+from harness.target import Loaded
+from harness.targets.engine import EngineTarget
+
+CHECKS = checks_in("suites.decoding")
+EVERYTHING = Schedule.parse(
+    "open a; feed a 9; step a 2; rewind a 3; feed a 4; open b; feed b 5; step a+b 3; greedy b 3; close a; open a; feed a 3; "
+    "feed a 4 pad=8; save a x; step a 2; restore b x; step b 2"
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    checkpoint = build(cases.find("llama/gqa"), 0, tmp_path_factory.mktemp("cases"))
+    return EngineTarget().load(checkpoint, dtype="float32", layout="dense")
+
+
+def rows(loaded: Loaded) -> Replay:
+    return replay(loaded.start(), Plan(EVERYTHING, 0, 128))
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
+def test_every_check_names_at_least_two_faults_that_there_are(check: Check) -> None:
+    assert len(set(check.faults)) >= 2
+    assert set(check.faults) <= ENGINE.keys()
+
+
+def test_every_fault_is_named_by_a_check() -> None:
+    assert ENGINE.keys() == {name for check in CHECKS.values() for name in check.faults}
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_fault_says_that_it_took_effect_moves_rows_and_is_gone_afterwards(loaded: Loaded, name: str) -> None:
+    before = rows(loaded)
+    with ENGINE[name].planted() as planted:
+        broken = rows(loaded)
+    assert planted.called
+    assert any(
+        a.chosen != b.chosen or np.abs(a.logits - b.logits).max() > 1e-2 for a, b in zip(before.rows, broken.rows, strict=True)
+    )
+    after = rows(loaded)
+    assert all(a.logits.tobytes() == b.logits.tobytes() for a, b in zip(before.rows, after.rows, strict=True))
+
+
+def test_a_fault_whose_code_is_not_reached_says_so(loaded: Loaded) -> None:
+    with ENGINE["rewind_drops_one_too_few"].planted() as planted:
+        replay(loaded.start(), Plan(Schedule.parse("feed 4; step 2"), 0, 128))
+    assert not planted.called

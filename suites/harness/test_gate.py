@@ -1,0 +1,238 @@
+"""The gate from end to end on the numpy target: outcomes, exit codes, selection, reruns, and runs that are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from decodegate.cli import app
+from decodegate.commands.gate import plugin_is_installed
+from harness.outcomes import ExitCode
+from harness.records import Record, load
+from suites.harness.runs import FAKE, REPEAT, REWIND, environment, gate_command
+
+TWO = [f"--check={REWIND}", f"--check={REPEAT}", "--dtype=float32", "--case=llama/gqa"]
+
+
+def gate(out: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and all output of the command, in this process."""
+    result = CliRunner().invoke(app, ["gate", "--no-smoke", "--out", str(out), *arguments])
+    return result.exit_code, result.output
+
+
+def target(variant: str) -> str:
+    return f"--target={FAKE}:{variant}"
+
+
+def recorded(out: Path) -> dict[str, Record]:
+    return {f"{record.target} {record.check}": record for record in load(out / "gate.jsonl")[1]}
+
+
+def test_every_way_to_go_wrong_is_its_own_outcome_and_the_run_goes_on(tmp_path: Path) -> None:
+    wanted = {
+        "Segfaults": "crash", "Raises": "error", "GivesNan": "fail", "IsWrong": "fail", "GivesTooFewRows": "error",
+        "RaisesUnsupported": "unsupported", "CannotRewind": "unsupported", "PrintsGarbage": "pass", "Honest": "pass",
+    }  # fmt: skip
+    code, _ = gate(tmp_path, *TWO, *map(target, wanted))
+    records = recorded(tmp_path)
+    names = {variant: re.sub("(?<!^)(?=[A-Z])", "_", variant).lower() for variant in wanted}
+    assert {variant: str(records[f"{name} {REWIND}"].outcome) for variant, name in names.items()} == wanted
+    assert {str(records[f"{name} {REPEAT}"].outcome) for name in names.values()} == {"pass"}
+    assert code == ExitCode.WRONG
+    assert records[f"is_wrong {REWIND}"].first_bad_position is not None
+    assert (records[f"is_wrong {REWIND}"].error_ratio or 0) > 3
+    assert {path.name for path in tmp_path.iterdir()} == {"gate.jsonl", "gate.md", "gate.html", "gate.xml"}
+
+
+def test_a_failure_is_shown_with_a_command_that_shows_it_again(tmp_path: Path) -> None:
+    _, text = gate(tmp_path, *TWO, target("IsWrong"))
+    command = recorded(tmp_path)[f"is_wrong {REWIND}"].replay
+    assert command in text
+    program, verb, *arguments = command.replace("'", "").split()
+    again = CliRunner().invoke(app, [verb, *arguments, "--bad"])
+    assert program == "decodegate"
+    assert again.exit_code == ExitCode.WRONG
+    assert "DRIFT" in again.output
+
+
+@pytest.mark.parametrize(
+    ("variant", "code"),
+    [("Honest", ExitCode.OK), ("IsNotInstalled", ExitCode.TEMPORARY), ("IsWrong", ExitCode.WRONG)],
+)
+def test_exit_codes_follow_the_outcomes(tmp_path: Path, variant: str, code: ExitCode) -> None:
+    assert gate(tmp_path, *TWO, target(variant))[0] == code
+
+
+def test_a_feature_that_did_not_run_is_vacuous_and_names_its_counter(tmp_path: Path) -> None:
+    check = "engine_cut_prefill_matches_full_forward"
+    code, _ = gate(tmp_path, target("CutsNothing"), "--case=llama/gqa", "--dtype=float32", f"--check={check}")
+    record = recorded(tmp_path)[f"cuts_nothing {check}"]
+    assert (code, str(record.outcome)) == (ExitCode.VACUOUS, "vacuous")
+    assert "counter prefill_chunks" in record.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("has_no_effect", "moves the error to 0.0"),
+        ("is_never_called", "the code that it breaks was never called"),
+        ("raises", "raised RuntimeError: planted"),
+    ],
+)
+def test_a_fault_that_does_not_show_makes_the_cell_vacuous_and_is_named(tmp_path: Path, fault: str, words: str) -> None:
+    suite = tmp_path / "test_weak.py"
+    suite.write_text(
+        "from harness.check import Check\n"
+        "from harness.schedule import Schedule\n"
+        f"weak = Check('weak', '', lambda case: [Schedule.parse('feed 40')], faults=('{fault}', 'shows'))\n"
+    )
+    code, records = own_suite(tmp_path, suite, target("Faulty"))
+    (record,) = records
+    assert code == 1
+    assert str(record.outcome) == "vacuous"
+    assert f"fault {fault}" in record.message
+    assert words in record.message
+    assert record.power["shows"] > 20
+
+
+def own_suite(tmp_path: Path, suite: Path, *arguments: str) -> tuple[int, list[Record]]:
+    """pytest, in this process, on a suite of another project."""
+    options = [argument.replace("--target", "--gate-target") for argument in arguments]
+    file = tmp_path / "own.jsonl"
+    off = [f"-pno:{name}" for name in ("randomly", "cacheprovider", "benchmark")]
+    loaded = [] if plugin_is_installed() else ["-pharness.plugin"]
+    code = pytest.main(
+        [
+            str(suite), *loaded, *off, "--import-mode=importlib", "-o", "addopts=",
+            f"--gate-record={file}", "--gate-case=llama/gqa", "--gate-dtype=float32", *options,
+        ]
+    )  # fmt: skip
+    return int(code), load(file)[1]
+
+
+def test_another_project_uses_the_checks_in_its_own_suite_beside_ordinary_tests(tmp_path: Path) -> None:
+    suite = tmp_path / "test_mine.py"
+    suite.write_text("from suites.decoding import repeat_is_deterministic\n\ndef test_ordinary():\n    assert True\n")
+    code, records = own_suite(tmp_path, suite, target("Honest"))
+    assert code == 0
+    assert [record.cell for record in records] == ["honest::llama/gqa::repeat_is_deterministic[float32,dense]"]
+
+
+def test_pytest_selects_a_cell_by_keyword_and_by_node_id(tmp_path: Path) -> None:
+    suite = tmp_path / "test_mine.py"
+    suite.write_text("from suites.decoding import repeat_is_deterministic, rewind_and_go_on_matches_recompute\n")
+    cell = f"honest::llama/gqa::{REPEAT}[float32,dense]"
+    for selection in ([str(suite), "-k", "repeat and gqa"], [f"{suite}::{cell}"]):
+        code, records = own_suite(tmp_path, Path(selection[0]), target("Honest"), *selection[1:])
+        assert code == 0
+        assert [record.cell for record in records] == [cell]
+
+
+@pytest.mark.parametrize(
+    ("argument", "near"),
+    [
+        ("--case=llama/gqaa", "llama/gqa"),
+        ("--check=rewind_and_go_on", REWIND),
+        ("--family=lama", "llama"),
+        ("--target=enginee", "engine"),
+        ("--dtype=float23", "float32"),
+        ("--checkpoint=/nowhere", "/nowhere/config.json: No such file"),
+        ("--build=nowhere", "NAME=DIR"),
+    ],
+)
+def test_an_unknown_name_is_a_usage_error_that_says_what_is_near(tmp_path: Path, argument: str, near: str) -> None:
+    code, text = gate(tmp_path, argument)
+    assert code == ExitCode.USAGE
+    assert near in text
+    assert "Traceback" not in text
+
+
+def test_a_rerun_takes_what_did_not_pass_and_nothing_else(tmp_path: Path) -> None:
+    gate(tmp_path, *TWO, target("IsWrong"))
+    code, _ = gate(tmp_path, *TWO, target("IsWrong"), "--rerun-failed")
+    assert code == ExitCode.WRONG
+    assert list(recorded(tmp_path)) == [f"is_wrong {REWIND}"]
+
+
+def test_two_jobs_write_the_records_of_one(tmp_path: Path) -> None:
+    arguments = [*TWO, "--check=incremental_logits_match_full_forward", target("IsWrong")]
+    gate(tmp_path / "one", *arguments)
+    code, _ = gate(tmp_path / "two", *arguments, "--jobs=2")
+    one, two = recorded(tmp_path / "one"), recorded(tmp_path / "two")
+    assert code == ExitCode.WRONG
+    assert {name: (r.outcome, r.error_ratio) for name, r in one.items()} == {
+        name: (r.outcome, r.error_ratio) for name, r in two.items()
+    }
+    assert load(tmp_path / "two" / "gate.jsonl")[0].selected == 3
+
+
+def test_a_shuffled_run_has_the_same_cells_in_an_order_drawn_from_the_seed(tmp_path: Path) -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        gate(
+            tmp_path,
+            "--case=llama/gqa",
+            "--dtype=float32",
+            "--target=suites.harness.fake:IsNotInstalled",
+            "--shuffle",
+            f"--seed={seed}",
+        )
+        orders.append([record.cell for record in load(tmp_path / "gate.jsonl")[1]])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def _until(found: object, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not found() and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(0.05)
+    assert found()  # type: ignore[operator]
+
+
+def _lines(out: Path) -> int:
+    file = out / "gate.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _worker(process: subprocess.Popen[bytes]) -> psutil.Process:
+    (worker,) = (
+        child for child in psutil.Process(process.pid).children() if any("spawn_main" in word for word in child.cmdline())
+    )
+    return worker
+
+
+def test_a_run_that_is_killed_loses_no_finished_record_and_leaves_no_process(tmp_path: Path) -> None:
+    command = gate_command(tmp_path, "--case=llama/gqa", "--dtype=float32", target("LingersOnEachRun"))
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _until(lambda: _lines(tmp_path) >= 4)
+    worker = _worker(process)
+    process.kill()
+    process.wait()
+    header, records = load(tmp_path / "gate.jsonl")
+    assert header.selected == 9
+    assert 3 <= len(records) < 9
+    assert {str(record.outcome) for record in records} == {"pass"}
+    _until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
+
+    code, _ = gate(tmp_path, "--case=llama/gqa", "--rerun-failed", target("LingersOnEachRun"), "--dtype=float32")
+    assert code == ExitCode.OK
+    done = {record.cell for record in records}
+    assert not done & {record.cell for record in load(tmp_path / "gate.jsonl")[1]}
+
+
+def test_a_worker_that_is_killed_in_a_run_is_a_crash_of_one_cell_and_exit_code_1(tmp_path: Path) -> None:
+    command = gate_command(tmp_path, "--case=llama/gqa", "--dtype=float32", target("LingersOnEachRun"))
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _until(lambda: _lines(tmp_path) >= 2)
+    os.kill(_worker(process).pid, signal.SIGKILL)
+    assert process.wait(timeout=90) == ExitCode.WRONG
+    outcomes = sorted(str(record.outcome) for record in load(tmp_path / "gate.jsonl")[1])
+    assert outcomes == ["crash", *["pass"] * 8]
