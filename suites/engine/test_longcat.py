@@ -1,4 +1,4 @@
-"""engine/models/longcat_flash.py and longcat_flash_ngram.py: logits against numpy in float64, chunks, batches, rewinds, layouts."""
+"""engine/models/longcat_flash.py and longcat_flash_ngram.py: logits against numpy, chunks, batches, rewinds, layouts."""
 
 from __future__ import annotations
 
