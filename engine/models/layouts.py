@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ __all__ = ["BothLayouts"]
 Served = TypeVar("Served", bound="BothLayouts")
 
 
-class BothLayouts:
+class BothLayouts(ABC):
     """Mixin of a Model: gives a family that has `make_slots()` the layout MODEL_OWNED too.
 
     `forward` begins with `spans = self.own(spans)`; nothing below it knows the layout.
@@ -26,8 +27,9 @@ class BothLayouts:
     layout = SequenceStateLayout.DENSE
     _caches: list[State] | None = None
 
+    @abstractmethod
     def make_slots(self) -> list[State]:
-        raise NotImplementedError(f"{type(self).__module__} declares no slots")
+        """New states of one sequence."""
 
     def in_layout(self: Served, layout: SequenceStateLayout) -> Served:
         """The same weights in this layout, with runtime state of its own: engines on one model do not meet."""

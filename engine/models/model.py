@@ -13,8 +13,8 @@ __all__ = ["Model"]
 
 
 class Model(Protocol):
-    """A loaded model in one layout. `make_slots` serves DENSE, the three methods after it serve MODEL_OWNED; a family that has one
-    layout only refuses the other in `in_layout`. engine.models.layouts has what families with both share.
+    """A loaded model in one layout. `make_slots` serves DENSE, the three methods after it serve MODEL_OWNED; a family that has
+    one layout only refuses the other in `in_layout`. engine.models.layouts has what families with both share.
     """
 
     @property

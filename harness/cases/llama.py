@@ -36,7 +36,7 @@ _BASE: dict[str, Any] = {
 
 def _case(name: str, stresses: str, prompt: int = 48, without: tuple[str, ...] = (), **fields: Any) -> Case:
     config = {key: value for key, value in (_BASE | fields).items() if key not in without}
-    return Case("llama", name, stresses, config, prompt)
+    return Case("llama", name, stresses, config, prompt, layouts=("dense", "model_owned"))
 
 
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

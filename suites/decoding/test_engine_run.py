@@ -8,6 +8,7 @@ from harness.cases.case import Case
 from harness.check import Check
 from harness.schedule import Schedule
 from suites.decoding.lengths import crosses_allocation
+from suites.decoding.named import for_others
 
 
 def _greedy(case: Case) -> Sequence[Schedule]:
@@ -26,18 +27,22 @@ def _consecutive(case: Case) -> Sequence[Schedule]:
     ]
 
 
-engine_run_matches_recompute_greedy = Check(
-    name="engine_run_matches_recompute_greedy",
-    holds="the tokens and logits of a run by the engine itself are those of a greedy recompute",
-    schedules=_greedy,
-    faults=("greedy_picks_from_previous_row", "rope_offset_off_by_one"),
-    needs=frozenset({"greedy"}),
-    counters={"decode_steps": 8},
+engine_run_matches_recompute_greedy = for_others(
+    Check(
+        name="engine_run_matches_recompute_greedy",
+        holds="the tokens and logits of a run by the engine itself are those of a greedy recompute",
+        schedules=_greedy,
+        faults=("greedy_picks_from_previous_row", "rope_offset_off_by_one"),
+        needs=frozenset({"greedy"}),
+        counters={"decode_steps": 8},
+    )
 )
 
-consecutive_runs_match_recompute = Check(
-    name="consecutive_runs_match_recompute",
-    holds="a run on an engine that has served others before it gives what it gives on a new engine",
-    schedules=_consecutive,
-    faults=("stale_state_after_close", "last_row_from_wrong_index"),
+consecutive_runs_match_recompute = for_others(
+    Check(
+        name="consecutive_runs_match_recompute",
+        holds="a run on an engine that has served others before it gives what it gives on a new engine",
+        schedules=_consecutive,
+        faults=("stale_state_after_close", "last_row_from_wrong_index"),
+    )
 )

@@ -188,34 +188,9 @@ def test_a_sequence_whose_state_cannot_be_taken_back_after_an_error_is_lost_alon
     engine.close(sequence)
 
 
-class ModelOwned(llama.Model):
-    """llama that keeps its state to itself, as some families do."""
-
-    supports_batching = False
-    supports_padded_prefill = False
-    supports_snapshot_reuse = False
-    make_slots = None  # type: ignore[assignment]
-    slots: list[KVState]
-
-    def make_caches(self) -> None:
-        self.slots = [KVState() for _ in self.layers]
-
-    def reset_runtime_state(self) -> None:
-        self.slots = []
-
-    def runtime_arrays(self) -> list[mx.array]:
-        return [array for slot in self.slots for array in slot.arrays()]
-
-    def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
-        assert [span.slots for span in spans] == [[]]
-        return super().forward(tokens, [Span(0, spans[0].length, spans[0].offset, self.slots)], rows)
-
-
 @pytest.fixture
 def owned() -> Engine:
-    changed = ModelOwned.__new__(ModelOwned)
-    changed.__dict__.update(model().__dict__)
-    return Engine(changed, layout=SequenceStateLayout.MODEL_OWNED)
+    return Engine(model(), layout=SequenceStateLayout.MODEL_OWNED)
 
 
 def test_a_model_that_owns_its_state_serves_one_sequence_after_another(owned: Engine):
@@ -232,11 +207,6 @@ def test_a_model_that_owns_its_state_serves_one_sequence_after_another(owned: En
     assert owned.max_batch == 1
 
 
-def test_layouts_that_a_model_lacks_are_refused():
-    with pytest.raises(Refused, match="no layout model_owned"):
-        Engine(model(), layout=SequenceStateLayout.MODEL_OWNED)
-
-
 def test_a_model_that_cannot_batch_is_stepped_row_by_row(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llama.Model, "supports_batching", False)
     engine = Engine(model())
@@ -246,6 +216,7 @@ def test_a_model_that_cannot_batch_is_stepped_row_by_row(monkeypatch: pytest.Mon
     rows = np.array(engine.step({ids[0]: 3, ids[1]: 4}))
     np.testing.assert_allclose(rows[1], expected_logits([1, 2, 4])[-1], atol=2e-4)
     assert engine.counters["decode_steps"] == 2 and engine.counters["batched_rows"] == 0
+    assert engine.counters["batches_clamped"] == 1
 
 
 def test_memory_is_flat_over_many_steps_and_returns_after_close():
