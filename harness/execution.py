@@ -151,7 +151,9 @@ class Execution:
             return
         case = cell.subject.case
         vocab, avoid = case.config["vocab_size"], special_ids(case.config)
-        pending.plans = tuple(Plan(schedule, self.seed, vocab, avoid) for schedule in cell.check.schedules(case))
+        pending.plans = tuple(
+            Plan(schedule, self.seed, vocab, avoid, planted=case.planted) for schedule in cell.check.schedules(case)
+        )
         # Power is a property of check and case; on a real checkpoint it would cost its faults' replays and say nothing new.
         if self.power and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
             pending.faults = cell.check.faults if getattr(target, "faults", None) else ()

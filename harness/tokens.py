@@ -37,12 +37,16 @@ def _mixed(x: int) -> int:  # the finaliser of splitmix64
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Uniform tokens of `vocab` without those to `avoid`; sequences in `fixed` read out the tokens given there instead."""
+    """Uniform tokens of `vocab` without those to `avoid`.
+
+    `planted` (position -> token) overrides them in all sequences; sequences in `fixed` read out the tokens given there instead.
+    """
 
     seed: int
     vocab: int
     avoid: frozenset[int] = frozenset()
     fixed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    planted: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.vocab - len([i for i in self.avoid if 0 <= i < self.vocab]) < 2:
@@ -58,5 +62,8 @@ class TokenStream:
         key = int.from_bytes(digest, "little")
         allowed = np.setdiff1d(np.arange(self.vocab), np.array(sorted(self.avoid), dtype=int)) if self.avoid else None
         count = self.vocab if allowed is None else len(allowed)
-        picks = [_mixed((key + _GOLDEN * (position + 1)) & _MASK) % count for position in positions]
-        return picks if allowed is None else [int(allowed[pick]) for pick in picks]
+        found = []
+        for position in positions:
+            pick = _mixed((key + _GOLDEN * (position + 1)) & _MASK) % count
+            found.append(self.planted.get(position, pick if allowed is None else int(allowed[pick])))
+        return found

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["find"]
 
-_SHARED = frozenset({"checkpoints", "gguf_file", "loading", "recompute"})  # modules here that are no families
+# modules here that are no families
+_SHARED = frozenset({"checkpoints", "gguf_file", "loading", "recompute", "train", "training_text"})
 
 
 def find(model_type: str) -> Reference:

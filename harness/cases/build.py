@@ -23,7 +23,7 @@ from torch import Tensor
 import reference_models
 from harness.cases.case import Case
 
-__all__ = ["build", "fingerprint", "initial"]
+__all__ = ["build", "drawn", "fingerprint", "generator", "initial"]
 
 # Gain of a weight [out, in]: its entries are normal with standard deviation gain / sqrt(in). Measured (suites/harness/
 # test_cases.py): attention with a few keys that count for each query, branches of the size of the residual, and logits with
@@ -41,14 +41,15 @@ GAINS = {
 TIED_EMBEDDING_GAIN = 2.0  # over sqrt(hidden): it is the head too
 
 
-def _generator(case: Case, seed: int, name: str) -> torch.Generator:
+def generator(case: Case, seed: int, name: str) -> torch.Generator:
+    """The random numbers of one part, usually a parameter, of (family, seed): the cases of a family share what they can."""
     digest = hashlib.sha256(f"{case.family}/{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def initial(case: Case, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     """One parameter, float32 with bfloat16 values; each has a generator of its own, so that adding one changes no other."""
-    noise = torch.randn(shape, generator=_generator(case, seed, name))
+    noise = torch.randn(shape, generator=generator(case, seed, name))
     module, kind = name.split(".")[-2:]
     if kind == "bias":
         value = 0.5 * noise
@@ -61,26 +62,31 @@ def initial(case: Case, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     return value.to(torch.bfloat16).to(torch.float32)
 
 
-def _recipe(case: Case) -> bytes:
+def drawn(case: Case, seed: int) -> dict[str, Tensor]:
+    """All parameters. A family module that has `adjust(case, seed, tensors) -> tensors` has the last word on its own."""
+    shapes = reference_models.find(case.config["model_type"]).parameters(case.config)
+    tensors = {name: initial(case, seed, name, shape) for name, shape in shapes.items()}
+    adjust = getattr(importlib.import_module(f"harness.cases.{case.family}"), "adjust", None)
+    return tensors if adjust is None else adjust(case, seed, tensors)
+
+
+def _recipe() -> bytes:
     """The sources that decide the values: a kept directory is not reused after one of them changed."""
-    family = importlib.import_module(f"harness.cases.{case.family}").__file__
-    assert family is not None
-    return Path(__file__).read_bytes() + Path(family).read_bytes()
+    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
 def build(case: Case, seed: int, directory: Path) -> Path:
     """The checkpoint of (case, seed) under `directory`; written once, whole or not at all, also by several processes."""
     config = json.dumps(dict(case.config), indent=2, sort_keys=True)
-    key = hashlib.sha256(_recipe(case) + config.encode()).hexdigest()[:12]
+    key = hashlib.sha256(_recipe() + config.encode()).hexdigest()[:12]
     target = Path(directory) / f"{case.family}-{case.name}-{seed}-{key}"
     if target.exists():
         return target
-    shapes = reference_models.find(case.config["model_type"]).parameters(case.config)
+    tensors = drawn(case, seed)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         (scratch / "config.json").write_text(config + "\n", "utf-8")
-        tensors = {name: initial(case, seed, name, shape) for name, shape in shapes.items()}
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         os.rename(scratch, target)
     except OSError:

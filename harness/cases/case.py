@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Case"]
@@ -12,7 +12,8 @@ __all__ = ["Case"]
 @dataclass(frozen=True)
 class Case:
     """`config` is a config.json in the published spelling. `prompt` is the length that checks feed, at least 36 tokens:
-    for the last query a causal and a bidirectional mask see the same keys, so short prompts look right when the mask is wrong.
+    for the last query a causal and a bidirectional mask see the same keys, so short prompts look right when the mask is wrong
+    (a case that is about short prompts has a shorter one). `planted` maps positions to tokens that every sequence has there.
     """
 
     family: str
@@ -22,6 +23,7 @@ class Case:
     prompt: int = 48
     layouts: tuple[str, ...] = ("dense",)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    planted: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -37,7 +37,9 @@ def schedules(case: Case) -> list[Schedule]:
 
 
 def verdict(case: Case, seed: int, oracle: Oracle, dtype: str, fault: str | None, rotate_in_dtype: bool = False) -> Verdict:
-    plans = [Plan(schedule, seed, oracle.vocab, special_ids(oracle.config)) for schedule in schedules(case)]
+    plans = [
+        Plan(schedule, seed, oracle.vocab, special_ids(oracle.config), planted=case.planted) for schedule in schedules(case)
+    ]
     replays = [
         replay(SecondLlama(oracle.config, oracle.weights, dtype, fault, rotate_in_dtype=rotate_in_dtype), plan)
         for plan in plans

@@ -1,0 +1,135 @@
+"""Routers whose choices have wide margins on any tokens, so that rounding never decides which expert runs.
+
+A router that reads a random direction sees a continuum: among a thousand tokens some lie on the edge between two experts, and
+two correct programs then choose differently. So each token of the vocabulary belongs to one of GROUPS groups, and its embedding
+holds the group's code word in the first CODE channels, where the blocks write little (LEAK); routers read mostly these
+channels. What an expert's logit is for a group is drawn at random until, for every plausible size of the normed code word, the
+corrected scores on both sides of the top-k edge lie at least EDGE apart. The rest of the hidden state still shifts the logits
+a little, so the choice stands but the weights depend on the context.
+
+`reroute` then measures the margins with the reference over three passes of the whole vocabulary, and draws again where the
+least is below MARGIN: the bound holds for every seed by construction, not by the luck of a seed. On other tokens a margin may
+be smaller, since the rest of the hidden state differs: suites/reference/test_margins.py holds every margin of twenty seeds to
+at least five times what naive bfloat16 moves it by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import reference_models
+from harness.cases import build
+from harness.cases.case import Case
+
+__all__ = ["CODE", "GROUPS", "MARGIN", "exact", "reroute"]
+
+CODE = 8  # channels of the hidden state that hold the code word
+GROUPS = 6
+AMPLITUDE = 1.6  # root mean square of a code word in the embedding
+LEAK = 0.015  # factor on what blocks write to the code channels
+CONTEXT = 0.015  # standard deviation of what the other channels add to a router logit, before the norm weight
+RESIDUAL = 1.4  # root mean square of the residual where the first router reads it; it grows as the root of the branches added
+SPACING = 0.8  # between the logits of neighbouring ranks, at the nominal size of the code word
+SIZES = (0.5, 0.6, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 1.8, 2.2)  # of the normed code word, relative to the nominal one
+EDGE = 0.05
+MARGIN = 0.025
+_DRAWS = 400
+_BIASES = 100
+_ATTEMPTS = 20
+_PROBE = 384  # tokens, so that a probe of a large vocabulary stays cheap: its groups are the same ones
+
+
+def _tables(generator: torch.Generator, offset: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """A correction bias [experts] and router logits [GROUPS, experts] at the nominal size of the code word.
+
+    Every group's edge is wide at every size, the bias changes the choice of half of the groups, and every expert is chosen by
+    some group. `offset` is the router's linear bias, which does not grow with the code word.
+    """
+    experts = len(offset)
+    sizes = torch.tensor(SIZES)[:, None, None]
+    ranks = torch.arange(experts) - (experts - 1) / 2
+    for _ in range(_BIASES):
+        bias = exact(0.3 * (torch.rand(experts, generator=generator) - 0.5))
+        order = torch.rand(_DRAWS, experts, generator=generator).argsort(-1)
+        jitter = 0.4 * (torch.rand(_DRAWS, experts, generator=generator) - 0.5)
+        logits = SPACING * (ranks[order] + jitter)  # [draws, experts]
+        corrected = (offset + sizes * (logits - offset)).softmax(-1) + bias  # [sizes, draws, experts]
+        ordered = corrected.sort(-1, descending=True)
+        wide = (ordered.values[..., topk - 1] - ordered.values[..., topk]).amin(0) >= EDGE
+        chosen = torch.zeros(_DRAWS, experts).scatter(1, ordered.indices[0, :, :topk], 1.0)
+        unbiased = torch.zeros(_DRAWS, experts).scatter(1, logits.topk(topk).indices, 1.0)
+        moved = (chosen != unbiased).any(-1)
+        picked: list[int] = []
+        idle = torch.ones(experts)  # no group has chosen these yet
+        for kind in [wide & moved, wide & ~moved] * (GROUPS // 2):
+            gain = torch.where(kind, 1 + chosen @ idle, 0.0)
+            gain[picked] = 0
+            picked.append(int(gain.argmax()))
+            if not gain[picked[-1]]:
+                break
+            idle = idle * (1 - chosen[picked[-1]])
+        else:
+            if not idle.any():
+                return bias, logits[picked]
+    raise ValueError(f"no router tables with wide margins for {experts} experts, top {topk}, in {_BIASES} draws of the bias")
+
+
+def exact(value: Tensor) -> Tensor:
+    """Rounded to bfloat16, kept in float32."""
+    return value.to(torch.bfloat16).to(torch.float32)
+
+
+def _plant(config: Mapping[str, Any], tensors: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """A copy of `tensors` with code words, quiet code channels and router weights that read them."""
+    hidden, topk = config["hidden_size"], config["moe_topk"]
+    planted = dict(tensors)
+    words = torch.linalg.qr(torch.randn(CODE, CODE, generator=generator)).Q[:GROUPS] * math.sqrt(CODE) * AMPLITUDE
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    group = torch.randint(GROUPS, (len(embedding),), generator=generator)
+    size = embedding[:, CODE:].square().mean().sqrt() / 0.7  # families scale their embeddings: the code goes along
+    embedding[:, :CODE] = size * (words[group] + 0.02 * torch.randn(len(embedding), CODE, generator=generator))
+    planted["model.embed_tokens.weight"] = exact(embedding)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or ".post_projs." in name:
+            quiet = tensor.clone()
+            quiet[:CODE] *= LEAK
+            planted[name] = exact(quiet)
+    layer = 0
+    while f"model.layers.{layer}.mlp.router.classifier.weight" in tensors:
+        router = f"model.layers.{layer}.mlp.router"
+        experts = len(tensors[f"{router}.classifier.weight"])
+        offset = tensors.get(f"{router}.classifier.bias", torch.zeros(experts))
+        bias, table = _tables(generator, offset, topk)
+        nominal = RESIDUAL * math.sqrt(1 + 2 * layer)
+        # a zero expert adds the normed code word to the residual: nearly even norm weights keep its direction
+        norm = tensors[f"model.layers.{layer}.post_attention_layernorm.0.weight"].clone()
+        norm[:CODE] = exact((0.02 * torch.randn(CODE, generator=generator)).exp())
+        planted[f"model.layers.{layer}.post_attention_layernorm.0.weight"] = norm
+        read = (table - offset).T @ words / (CODE * AMPLITUDE**2) * nominal / norm[:CODE]
+        noise = CONTEXT / math.sqrt(hidden) * torch.randn(experts, hidden - CODE, generator=generator)
+        planted[f"{router}.classifier.weight"] = exact(torch.cat([read, noise], 1))
+        planted[f"{router}.e_score_correction_bias"] = bias
+        layer += 1
+    return planted
+
+
+def reroute(case: Case, seed: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` with routers whose margins are at least MARGIN on every token of the vocabulary, by the reference's measure."""
+    recompute = reference_models.find(case.config["model_type"]).recompute
+    least = []
+    for attempt in range(_ATTEMPTS):
+        generator = build.generator(case, seed, f"routing {attempt}")
+        planted = _plant(case.config, tensors, generator)
+        orders = [torch.randperm(case.config["vocab_size"], generator=generator) for _ in range(3)]
+        tokens = torch.cat(orders)[:_PROBE].tolist()
+        margins = recompute(case.config, planted, tokens).margins
+        assert margins is not None
+        least.append(float(margins.min()))
+        if least[-1] >= MARGIN:
+            return planted
+    raise ValueError(f"{case.id}, seed {seed}: no routers with margins of {MARGIN} in {_ATTEMPTS} attempts (least {least})")
