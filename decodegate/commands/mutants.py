@@ -57,6 +57,7 @@ def command(
 
     from harness.builds import BuildError, Builds, Source
     from harness.mutants import catalogue as catalogues
+    from harness.records import RecordError
     from harness.targets import TargetError, resolve
 
     try:
@@ -75,6 +76,9 @@ def command(
     try:
         with filelock.FileLock(out / ".lock", timeout=0), Builds(source) as builds:
             code = _run(builds, mutants, chosen, out, as_json, jobs=jobs, seed=seed, target=target, all_checks=all_checks)
+    except RecordError as error:
+        print(f"decodegate mutants: {error}; remove the file, or give another --out", file=sys.stderr)
+        raise typer.Exit(ExitCode.USAGE) from None
     except filelock.Timeout:
         print(f"decodegate mutants: another run writes to {out}; wait for it, or give another --out", file=sys.stderr)
         raise typer.Exit(ExitCode.USAGE) from None
@@ -97,33 +101,31 @@ def _run(
 
     said = make_console(sys.stderr)
     settings = Settings(target=target, seed=seed, jobs=jobs or os.cpu_count() or 1, all_checks=all_checks)
-    run = MutantRun(builds, settings)
-    command = " ".join(["decodegate", *sys.argv[1:]])
-    head = header(command, seed, len(chosen), {target: run.environment})
-    store = Store(out / "mutants.jsonl", head, {mutant.id: mutant.digest for mutant in mutants}, run.judged_by)
-    try:
+    with MutantRun(builds, settings) as run:
+        head = header(" ".join(["decodegate", *sys.argv[1:]]), seed, len(chosen), {target: run.environment})
+        store = Store(out / "mutants.jsonl", head, {mutant.id: mutant.digest for mutant in mutants}, run.judged_by)
         results = [store.kept[mutant.id] for mutant in chosen if mutant.id in store.kept]
         pending = [mutant for mutant in chosen if mutant.id not in store.kept]
         if results:
             said.print(f"{len(results)} of {len(chosen)} mutants are kept from the last run in {out}")
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        with Progress(*columns, console=said, transient=True, disable=not said.is_terminal) as progress:
-            task = progress.add_task("unchanged build", total=len(pending))
-            for result in run.results(pending):
-                store.add(result)
-                results.append(result)
-                progress.update(task, advance=1, description="mutants")
-                if not result.good:
-                    said.print(f"{result.id}: {result.verdict}: {result.message}")
-    except BaselineRed as error:
-        print(f"decodegate mutants: {error}:", file=sys.stderr)
-        for record in error.records:
-            print(f"  {record.cell}: {record.outcome}: {record.message}", file=sys.stderr)
-        print("Repair the engine, or the check, first: `decodegate gate` has the details.", file=sys.stderr)
-        return ExitCode.BASELINE_RED
-    finally:
-        store.close()
-        run.close()
+        try:
+            with Progress(*columns, console=said, transient=True, disable=not said.is_terminal) as progress:
+                task = progress.add_task("unchanged build", total=len(pending))
+                for result in run.results(pending):
+                    store.add(result)
+                    results.append(result)
+                    progress.update(task, advance=1, description="mutants")
+                    if not result.good:
+                        said.print(f"{result.id}: {result.verdict}: {result.message}")
+        except BaselineRed as error:
+            print(f"decodegate mutants: {error}:", file=sys.stderr)
+            for record in error.records:
+                print(f"  {record.cell}: {record.outcome}: {record.message}", file=sys.stderr)
+            print("Repair the engine, or the check, first: `decodegate gate` has the details.", file=sys.stderr)
+            return ExitCode.BASELINE_RED
+        finally:
+            store.close()
     (out / "mutants.md").write_text(render(head, results), "utf-8")
     (out / "mutants.json").write_text(to_json(head, results), "utf-8")
     if as_json:

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import cases
 from harness.builds import BuildError, Builds, Made, fingerprint
-from harness.cells import Cell, Subject, checks_in
+from harness.cases.case import Case
+from harness.cells import Cell, Subject, checks_in, refusal
 from harness.check import Check
 from harness.execution import Checkpoints, Execution
 from harness.isolation import Isolation, default_memory_bytes, default_threads
@@ -59,26 +61,37 @@ class Settings:
 
 @dataclass
 class MutantRun:
-    """A run over the builds of one source. `results` yields them as they come; `close` is called in any case."""
+    """A run over the builds of one source; a context manager. `results` yields them as they come."""
 
     builds: Builds
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
+        self._exit = ExitStack()
         self._target = resolve(self.settings.target)
         self._checks: dict[str, Check] = checks_in(self.settings.suite)
         self._checkpoints = Checkpoints(self.settings.seed)
         self.base = self.builds.working_tree()
+        self._exit.callback(self._checkpoints.close)
         self._baseline = self._execution(self.base, BASELINE_S)
+        self._exit.callback(self._baseline.close)
         self._known: dict[str, Record] = {}  # cell -> record on the unchanged build
         self._lock = threading.Lock()
-        described = self._baseline.isolation.submit(Describe(f"environment of {self.settings.target}", self.settings.target))
-        self.environment: Mapping[str, str] = self._baseline.isolation.result(described).environment
-        self.judged_by = self._judged_by()
+        self.environment: Mapping[str, str] = {}
+        self.judged_by = ""
 
-    def close(self) -> None:
-        self._baseline.close()
-        self._checkpoints.close()
+    def __enter__(self) -> MutantRun:
+        try:
+            described = self._baseline.isolation.submit(Describe(f"environment of {self._target.name}", self.settings.target))
+            self.environment = self._baseline.isolation.result(described).environment
+            self.judged_by = self._judged_by()
+        except BaseException:
+            self._exit.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
 
     def results(self, mutants: Iterable[Mutant]) -> Iterator[Result]:
         """Runs the mutants. Raises BaselineRed before the first one."""
@@ -111,12 +124,15 @@ class MutantRun:
         for name in mutant.cases:
             case = known[name]
             chosen = [self._checks[mutant.check]] if mutant.check else list(self._checks.values())
-            applying = [check for check in chosen if check.applies(case)]
+            applying = [check for check in chosen if _concerns(check, case, mutant)]
             if not applying:
-                raise LookupError(f"check {mutant.check!r} does not apply to case {name!r}")
+                raise LookupError(f"check {mutant.check!r} does not apply to case {name!r} in layout {mutant.layout}")
             if mutant.layout not in case.layouts:
                 raise LookupError(f"case {name!r} has no layout {mutant.layout!r}")
-            found += [self._cell(mutant, Subject(case), check) for check in applying]
+            able = [cell for check in applying if not refusal(cell := self._cell(mutant, Subject(case), check), self._target)]
+            if not able:
+                raise LookupError(f"{self._target.name} declares that it cannot run {mutant.check!r} on case {name!r}")
+            found += able
         return found
 
     def _cell(self, mutant: Mutant, subject: Subject, check: Check) -> Cell:
@@ -130,9 +146,9 @@ class MutantRun:
             self._cell(mutant, subject, check)
             for subject in subjects
             for check in self._checks.values()
-            if check.applies(subject.case)
+            if _concerns(check, subject.case, mutant)
         ]
-        return [cell for cell in found if cell.id not in ran]
+        return [cell for cell in found if cell.id not in ran and not refusal(cell, self._target)]
 
     def _unchanged(self, chosen: Sequence[Cell]) -> list[Record]:
         """Records on the unchanged build; each cell runs there once."""
@@ -273,6 +289,10 @@ def import_failure(directory: Path, module: str) -> str:
     if ran.returncode == 0:
         return ""
     return (ran.stderr.strip().splitlines() or [f"importing {module} ended with exit status {ran.returncode}"])[-1]
+
+
+def _concerns(check: Check, case: Case, mutant: Mutant) -> bool:
+    return check.applies(case) and check.layout in (None, mutant.layout)
 
 
 def _red(records: Iterable[Record]) -> list[Record]:

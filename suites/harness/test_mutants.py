@@ -310,3 +310,11 @@ def test_a_selection_is_by_id_kind_and_file(tmp_path: Path) -> None:
     assert [m.id for m in select(mutants, files={"model.py"})] == ["one_too_few"]
     assert select(mutants, ids=["other"], files={"model.py"}) == []
     assert mutants[1].module == "state.kv"
+
+
+def test_a_results_file_that_is_none_is_a_usage_error(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mutants.jsonl").write_text('{"schema": 1}\n{"colour": "red"}\n')
+    ran, _ = decodegate(tmp_path, ONE_TOO_FEW)
+    assert ran.exit_code == ExitCode.USAGE
+    assert "mutants.jsonl:2" in ran.stderr
