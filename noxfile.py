@@ -1,4 +1,4 @@
-"""Sessions: gate, tests, lint, mutants, smoke, bench, oracles, each in an environment of its own; arguments after `--` go on."""
+"""Sessions: gate, tests, lint, mutants, smoke, bench, oracles, each in its own environment; arguments after `--` go on."""
 
 from __future__ import annotations
 
