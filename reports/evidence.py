@@ -35,6 +35,7 @@ _KINDS = {  # of row, in the order in which they are shown -> heading
     "repaired": "Repaired",
     "not run before": "Cannot be run on the build before",
     "same": "Right before and after",
+    "unsupported": "Declared as not supported, before and after",
 }
 
 
@@ -50,7 +51,8 @@ class Row:
         if self.after.outcome in WRONG or self.after.outcome is Outcome.VACUOUS:
             return "broken" if self.before.outcome is Outcome.PASS else "wrong"
         if self.after.outcome is not Outcome.PASS:
-            return "not run after"
+            both = self.before.outcome is self.after.outcome is Outcome.UNSUPPORTED
+            return "unsupported" if both else "not run after"
         if self.before.outcome is Outcome.PASS:
             return "same"
         return "not run before" if reason(self.before) else "repaired"
@@ -139,6 +141,8 @@ class Table:
             parts.append(f"{number} only on the build after")
         if number := self.count("same"):
             parts.append(f"{number} right before and after")
+        if number := self.count("unsupported"):
+            parts.append(f"{number} declared as not supported")
         if self.missing:
             parts.append(f"{self.missing} of {self.header.selected} not run, the run was cut short")
         return ", ".join(parts) or "no cell was run"

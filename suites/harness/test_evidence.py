@@ -36,7 +36,7 @@ def decodegate(repository: Path, out: Path, *options: str) -> tuple[Result, dict
         "--out",
         str(out),
     ]
-    arguments += ["--case", "llama/gqa", "--dtype", "float32", *options]
+    arguments += ["--case", "llama/gqa", "--dtype", "float32", "--layout", "dense", *options]
     if "--check" not in options:
         arguments += ["--check", REWIND, "--check", INCREMENTAL]
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -197,3 +197,10 @@ def test_a_build_that_cannot_be_measured_before_the_change_says_why() -> None:
     result["missing"] = [{"name": "before", "reason": "peer before ended (exit code 1): ImportError"}]
     assert [row.verdict for row in speed_rows(result)] == ["not measured before"] * 2
     assert any("ImportError" in note for note in speed_notes(result))
+
+
+def test_what_a_target_declares_that_it_cannot_is_no_verdict_on_the_change(tmp_path: Path) -> None:
+    repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
+    ran, report = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--check", REWIND, "--layout", "model_owned")
+    assert sorted(row["kind"] for row in report["rows"]) == ["repaired", "unsupported"]
+    assert (ran.exit_code, report["outcome"]) == (ExitCode.OK, "pass")
