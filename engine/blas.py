@@ -9,7 +9,9 @@ and 100 MB.
 
 DECODEGATE_BLAS selects: `auto` (default), `off`, or the path of a library. Number of threads: OMP_NUM_THREADS. The library's
 OpenMP threads are told to sleep between calls instead of spinning (OMP_WAIT_POLICY, unless it is set): on a machine that does
-anything else at the same time, spinning doubles the CPU time of decoding and of prefill.
+anything else at the same time, spinning doubles the CPU time of decoding and of prefill. MKL is told to give the same bits
+wherever its operands lie in memory (MKL_CBWR, unless it is set): without it a product of 1 x 119 by 119 x 64 on two threads
+rounds in 4 ways over 64 alignments, so that a repeated run differs; AUTO keeps the fastest code path, at no measurable cost.
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ def _load(library: str) -> str:
     bound = [symbol for symbol in exported if _address(in_scope, symbol) == _address(local, symbol)]
     if not bound:
         raise OSError("another BLAS was in the global scope before it")
+    if name == "mkl":
+        os.environ.setdefault("MKL_CBWR", "AUTO")  # read at MKL's first product; left there, so that records name it
     return f"{name} via {Path(library).name}"
 
 

@@ -49,12 +49,13 @@ class _Stream:
     def next(self) -> tuple[int, mx.array]:
         """The next token and the row [1, vocab] that it was chosen from."""
         token, row = self._token, self.logits
+        before = self._engine.length(self._sequence)
         self.logits = self._engine.step_async(self._sequence, token)
         try:
             self._choose()
             return int(np.asarray(token)[0]), row
         except BaseException:  # an interrupt too: nobody learns of the token, so the sequence must not hold it
-            self._engine.rewind(self._sequence, 1)
+            self._engine.abandon(self._sequence, before)
             raise
 
     def _choose(self) -> None:
@@ -184,9 +185,16 @@ class DirectEngine:
         else:
             after.close()
         assert self._sequence is not None
-        logits = self.engine.prefill(self._sequence, tokens)
-        fed = [*(after.fed if after else ()), *map(int, tokens)]
-        return Generation(self, self._sequence, logits, fed, max_tokens, Sampler(sampling, fed))
+        before = self.engine.length(self._sequence)
+        try:
+            logits = self.engine.prefill(self._sequence, tokens)
+            fed = [*(after.fed if after else ()), *map(int, tokens)]
+            return Generation(self, self._sequence, logits, fed, max_tokens, Sampler(sampling, fed))
+        except BaseException:  # nobody gets a Generation that knows of these tokens
+            self.engine.abandon(self._sequence, before)
+            if after is None:
+                self.close()
+            raise
 
     def close(self) -> None:
         """Release the sequence."""

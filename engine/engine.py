@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NewType
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from engine.errors import Refused, RowsError, SequenceError
 from engine.models.model import Model
 from engine.state import SequenceStateLayout, Span, State
 
-__all__ = ["PREFILL_CHUNK", "Engine", "SequenceId"]
+__all__ = ["PREFILL_CHUNK", "Engine", "SequenceId", "Snapshot"]
 
 PREFILL_CHUNK = 2048  # tokens of one forward in prefill, which bounds the memory of activations
 CLEAR_CACHE_FROM = 256  # tokens of a chunk whose buffers are given back: the next chunk's are larger and cannot reuse them
@@ -31,14 +31,29 @@ class _Sequence:
     slots: list[State]
     length: int = 0  # the one position counter of the sequence
     growths: int = 0  # of its slots, as far as counted
-    lost: bool = False  # an error struck while its state could not be taken back
+    lost: bool = False  # an error struck while its state could not be taken back; the state is released
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a sequence's state after `length` tokens, for `Engine.restore`; later work on the sequence leaves it alone."""
+
+    length: int
+    states: tuple[Any, ...] = field(repr=False)  # of each slot's snapshot()
+    model: Model = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states if state is not None)
 
 
 class Engine:
     """Runs one loaded model. Not thread-safe: one thread owns it.
 
-    counters: opened, closed, prefill_tokens, prefill_chunks, decode_steps (forwards), decode_rows (tokens decoded),
-    batched_rows (rows of steps with two or more), cache_growths (allocations of slots), rewinds, rewound_tokens.
+    counters: opened, closed, prefill_tokens, prefill_chunks, padded_rows (of padded prefill), decode_steps (forwards),
+    decode_rows (tokens decoded), batched_rows (rows of steps with two or more), batches_clamped (steps that had to be cut),
+    empty_slice_forwards (that were handed no slots), cache_growths (allocations of slots), rewinds, rewound_tokens, snapshots,
+    restores, reuse_declined (snapshots and restores that were refused).
     """
 
     def __init__(
@@ -48,13 +63,10 @@ class Engine:
         layout: SequenceStateLayout = SequenceStateLayout.DENSE,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
-        """Raises Refused where the model has no such layout."""
+        """`self.model` is `model` in this layout, with runtime state of its own. Raises Refused where it has no such layout."""
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 (got {prefill_chunk})")
-        needed = "make_caches" if layout is SequenceStateLayout.MODEL_OWNED else "make_slots"
-        if not hasattr(model, needed):
-            raise Refused(f"{type(model).__module__} has no layout {layout} (no {needed})")
-        self.model = model
+        self.model = model.in_layout(layout)
         self.layout = layout
         self.prefill_chunk = prefill_chunk
         self.counters: Counter[str] = Counter()
@@ -80,11 +92,7 @@ class Engine:
         else:
             slots = []
             self.model.make_caches()
-        sequence = SequenceId(self._opened)
-        self._opened += 1
-        self._sequences[sequence] = _Sequence(slots)
-        self.counters["opened"] += 1
-        return sequence
+        return self._register(_Sequence(slots))
 
     def close(self, sequence: SequenceId) -> None:
         """Release the sequence and its state."""
@@ -103,16 +111,30 @@ class Engine:
         return sum(slot.nbytes for slot in self._get(sequence).slots)
 
     def prefill(
-        self, sequence: SequenceId, tokens: Sequence[int], *, all_logits: bool = False, chunk: int | None = None
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        *,
+        all_logits: bool = False,
+        chunk: int | None = None,
+        pad_to: int | None = None,
     ) -> mx.array:
         """Append tokens in forwards of at most `chunk` tokens (default: the engine's prefill_chunk).
 
+        pad_to: each forward has exactly this many rows, so that shapes repeat (a forward takes no more tokens then); the rows
+        behind the tokens are computed and never enter the state. Raises Refused where the model supports no padding.
         Returns the logits of the last token [1, vocab], or of all [len(tokens), vocab] with all_logits.
         """
         state = self._get(sequence)
         chunk = self.prefill_chunk if chunk is None else chunk
         if chunk < 1:
             raise SequenceError(f"chunk must be at least 1 (got {chunk})")
+        if pad_to is not None:
+            if not self.model.supports_padded_prefill:
+                raise Refused(f"{self._served()} has no padded prefill; prefill without pad_to")
+            if not 1 <= pad_to <= self.prefill_chunk:
+                raise SequenceError(f"pad_to must be 1 to prefill_chunk = {self.prefill_chunk} (got {pad_to})")
+            chunk = min(chunk, pad_to)
         if len(tokens) == 0:
             raise SequenceError("nothing to prefill: the list of tokens is empty")
         ids = self._checked(tokens)
@@ -122,11 +144,14 @@ class Engine:
             for start in range(0, len(ids), chunk):
                 piece = ids[start : start + chunk]
                 is_last = start + len(piece) == len(ids)
-                rows = None if all_logits else [len(piece) - 1] if is_last else []
-                logits = self._forward(mx.array(piece), [state], [len(piece)], rows)
-                wanted = [logits] if rows != [] else []
+                padding = 0 if pad_to is None else pad_to - len(piece)
+                rows = range(len(piece)) if all_logits else [len(piece) - 1] if is_last else []
+                row = mx.array(np.pad(piece, (0, padding)))
+                logits = self._forward(row, [state], [len(row)], None if len(rows) == len(row) else rows, padding)
+                wanted = [logits] if len(rows) else []
                 self._evaluate(wanted, [state])
                 self.counters["prefill_chunks"] += 1
+                self.counters["padded_rows"] += padding
                 parts += wanted
                 if len(piece) >= CLEAR_CACHE_FROM:
                     mx.clear_cache()
@@ -154,8 +179,14 @@ class Engine:
         if not tokens:
             raise SequenceError("nothing to step: no sequence was given")
         states = [self._sequences[sequence] for sequence in tokens]
-        logits = self._step(states, mx.array(np.concatenate(ids)))
-        self._evaluate([logits], states)
+        before = [state.length for state in states]
+        try:
+            logits = self._step(states, mx.array(np.concatenate(ids)))
+            self._evaluate([logits], states)
+        except BaseException:
+            for state, length in zip(states, before, strict=True):
+                self._undo(state, length)
+            raise
         return logits
 
     def step_async(self, sequence: SequenceId, token: mx.array) -> mx.array:
@@ -163,7 +194,13 @@ class Engine:
 
         Returns logits [1, vocab] that are not evaluated: the caller evaluates them, with `pending_arrays`, before long.
         """
-        return self._step([self._get(sequence)], token)
+        state = self._get(sequence)
+        before = state.length
+        try:
+            return self._step([state], token)
+        except BaseException:
+            self._undo(state, before)
+            raise
 
     def pending_arrays(self, sequence: SequenceId) -> list[mx.array]:
         """What has to be evaluated together with the logits of `step_async`, so that no lazy graph grows."""
@@ -185,33 +222,84 @@ class Engine:
         self.counters["rewinds"] += 1
         self.counters["rewound_tokens"] += n
 
+    def abandon(self, sequence: SequenceId, length: int) -> None:
+        """Go back to `length` tokens after an error. A sequence whose state cannot go back is lost and its state released."""
+        state = self._sequences.get(sequence)
+        if state is not None and not state.lost and state.length > length:
+            self._undo(state, length)
+
+    def snapshot(self, sequence: SequenceId) -> Snapshot:
+        """A copy of the sequence's state. Raises Refused, and counts `reuse_declined`, where the model supports no reuse."""
+        self._require_reuse()
+        state = self._get(sequence)
+        self.counters["snapshots"] += 1
+        return Snapshot(state.length, tuple(slot.snapshot() for slot in state.slots), self.model)
+
+    def restore(self, snapshot: Snapshot, into: SequenceId | None = None) -> SequenceId:
+        """A sequence that stands where the snapshot was taken: a new one, or `into`, whatever that held or lost before.
+
+        Raises Refused as `snapshot` does, SequenceError for a snapshot of another engine.
+        """
+        self._require_reuse()
+        state = _Sequence([]) if into is None else self._sequences.get(into)
+        if state is None:
+            raise SequenceError(f"sequence {into} is not open (closed, or of another engine)")
+        if snapshot.model is not self.model:
+            raise SequenceError("the snapshot was taken by another engine; its states may be of another form")
+        slots = self.model.make_slots()
+        for slot, saved in zip(slots, snapshot.states, strict=True):
+            slot.restore(saved)
+        mx.eval([array for slot in slots for array in slot.arrays()])
+        state.slots, state.length, state.growths, state.lost = slots, snapshot.length, 0, False
+        self.counters["restores"] += 1
+        return self._register(state) if into is None else into
+
+    def _require_reuse(self) -> None:
+        if not self.model.supports_snapshot_reuse:
+            self.counters["reuse_declined"] += 1
+            raise Refused(f"{self._served()} has no snapshots; open a new sequence and prefill its tokens")
+
+    def _served(self) -> str:
+        return f"{type(self.model).__module__.rpartition('.')[2]} in layout {self.layout}"
+
+    def _register(self, state: _Sequence) -> SequenceId:
+        sequence = SequenceId(self._opened)
+        self._opened += 1
+        self._sequences[sequence] = state
+        self.counters["opened"] += 1
+        return sequence
+
     def _step(self, states: list[_Sequence], tokens: mx.array) -> mx.array:
         size = self.max_batch or len(states)
         groups = [slice(start, start + size) for start in range(0, len(states), size)]
         parts = []
-        before = [state.length for state in states]
-        try:
-            for group in groups:
-                members = states[group]
-                parts.append(self._forward(tokens[group], members, [1] * len(members), None))
-                self.counters["decode_steps"] += 1
-                if len(members) > 1:
-                    self.counters["batched_rows"] += len(members)
-        except BaseException:
-            for state, length in zip(states, before, strict=True):
-                self._undo(state, length)
-            raise
+        for group in groups:
+            members = states[group]
+            parts.append(self._forward(tokens[group], members, [1] * len(members), None))
+            self.counters["decode_steps"] += 1
+            if len(members) > 1:
+                self.counters["batched_rows"] += len(members)
+        self.counters["batches_clamped"] += len(groups) > 1
         self.counters["decode_rows"] += len(states)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _forward(self, tokens: mx.array, states: list[_Sequence], lengths: list[int], rows: Sequence[int] | None) -> mx.array:
+    def _forward(
+        self,
+        tokens: mx.array,
+        states: list[_Sequence],
+        lengths: list[int],
+        rows: Sequence[int] | None,
+        padding: int = 0,
+    ) -> mx.array:
+        """One forward over a row of tokens, `lengths[i]` of them for states[i], of which the last `padding` are none."""
         spans, start = [], 0
         for state, length in zip(states, lengths, strict=True):
-            spans.append(Span(start, length, state.length, state.slots))
+            spans.append(Span(start, length, state.length, state.slots, padding))
             start += length
         logits = self.model.forward(tokens, spans, rows)
+        self.counters["empty_slice_forwards"] += not any(span.slots for span in spans)
         for state, length in zip(states, lengths, strict=True):
-            state.length += length
+            state.length += length - padding
             growths = sum(slot.growths for slot in state.slots)
             self.counters["cache_growths"] += growths - state.growths
             state.growths = growths
@@ -226,14 +314,15 @@ class Engine:
         return [array for slot in state.slots for array in slot.arrays()]
 
     def _undo(self, state: _Sequence, length: int) -> None:
-        """Take back what a failed forward appended; a sequence with state that cannot go back is lost."""
-        for slot in state.slots:
-            extra = slot.length - length
-            if slot.can_rewind(extra):
-                slot.rewind(extra)
-            else:
-                state.lost = True
-        state.lost = state.lost or not self.owns_state
+        """Take back what a failed forward appended; where a state cannot go back, the sequence is lost and its state freed."""
+        extra = [slot.length - length for slot in state.slots]
+        if self.owns_state and all(slot.can_rewind(n) for slot, n in zip(state.slots, extra, strict=True)):
+            for slot, n in zip(state.slots, extra, strict=True):
+                slot.rewind(n)
+        else:
+            state.lost, state.slots = True, []
+            if not self.owns_state:
+                self.model.reset_runtime_state()
         state.length = length
 
     def _get(self, sequence: SequenceId) -> _Sequence:

@@ -148,7 +148,7 @@ class Matrix:
             if check.applies(subject.case):
                 for dtype in self.selection.dtypes or subject.case.dtypes:
                     for layout in self.selection.layouts or subject.case.layouts:
-                        if layout in subject.case.layouts:
+                        if layout in subject.case.layouts and check.layout in (None, layout):
                             yield Cell(self.target_spec, self.target.name, subject, check, dtype, layout)
 
 
@@ -214,7 +214,7 @@ def refusal(cell: Cell, target: Target) -> tuple[Outcome, str] | None:
     if cell.layout not in can.layouts:
         return Outcome.UNSUPPORTED, f"{target.name} has no {cell.layout} layout"
     for need in sorted(cell.check.needs):
-        able = getattr(can, need)
+        able = can.able(need, cell.layout)
         if able is not True:
             return Outcome.UNSUPPORTED, f"{need}: {able or 'not supported'}"
     return None

@@ -34,3 +34,4 @@ class Check:
     counters: Mapping[str, int] = field(default_factory=dict)
     repeats: bool = False
     applies: Callable[[Case], bool] = _every_case
+    layout: str | None = None  # the only layout it is about; None: all

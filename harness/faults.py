@@ -60,11 +60,11 @@ def _rope_offset_off_by_one(planted: Planted) -> list[Patch]:
     from engine import engine
     from engine.state import Span
 
-    def span(start: int, length: int, offset: int, slots: Any) -> Span:
+    def span(start: int, length: int, offset: int, slots: Any, padding: int) -> Span:
         if offset > 0:
             planted.mark()
             offset += 1
-        return Span(start, length, offset, slots)
+        return Span(start, length, offset, slots, padding)
 
     return [(engine, "Span", span)]
 
@@ -75,13 +75,13 @@ def _batch_shares_first_offset(planted: Planted) -> list[Patch]:
 
     first = 0
 
-    def span(start: int, length: int, offset: int, slots: Any) -> Span:
+    def span(start: int, length: int, offset: int, slots: Any, padding: int) -> Span:
         nonlocal first
         if start == 0:
             first = offset
         elif offset != first:
             planted.mark()
-        return Span(start, length, first, slots)
+        return Span(start, length, first, slots, padding)
 
     return [(engine, "Span", span)]
 
@@ -108,14 +108,30 @@ def _kv_write_one_slot_early(planted: Planted) -> list[Patch]:
 
     append = KVState.append
 
-    def early(self: KVState, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def early(self: KVState, keys: mx.array, values: mx.array, padding: int = 0) -> tuple[mx.array, mx.array]:
         if self.length == 0:
-            return append(self, keys, values)
+            return append(self, keys, values, padding)
         planted.mark()
         self.rewind(1)
-        return append(self, *(mx.concatenate([new[:, :, :1], new], axis=2) for new in (keys, values)))
+        doubled = [mx.concatenate([new[:, :, :1], new], axis=2) for new in (keys, values)]
+        return append(self, doubled[0], doubled[1], padding)
 
     return [(KVState, "append", early)]
+
+
+def _padding_enters_the_state(planted: Planted) -> list[Patch]:
+    import mlx.core as mx
+
+    from engine.state import KVState
+
+    append = KVState.append
+
+    def whole(self: KVState, keys: mx.array, values: mx.array, padding: int = 0) -> tuple[mx.array, mx.array]:
+        if padding:
+            planted.mark()
+        return append(self, keys, values)
+
+    return [(KVState, "append", whole)]
 
 
 def _rewind_moves_only_the_counter(planted: Planted) -> list[Patch]:
@@ -146,11 +162,11 @@ def _last_row_from_wrong_index(planted: Planted) -> list[Patch]:
 
     forward = Engine._forward
 
-    def wrong(self: Engine, tokens: Any, states: Any, lengths: Any, rows: Any) -> Any:
+    def wrong(self: Engine, tokens: Any, states: Any, lengths: Any, rows: Any, *padding: int) -> Any:
         if rows and rows[-1] > 0:
             planted.mark()
             rows = [*rows[:-1], rows[-1] - 1]
-        return forward(self, tokens, states, lengths, rows)
+        return forward(self, tokens, states, lengths, rows, *padding)
 
     return [(Engine, "_forward", wrong)]
 
@@ -165,11 +181,14 @@ def _stale_state_after_close(planted: Planted) -> list[Patch]:
         sequence = open_(self)
         if self in left:
             planted.mark()
-            self._sequences[sequence].slots = left.pop(self)
+            if self.owns_state:
+                self._sequences[sequence].slots = left.pop(self)
+            else:
+                self.model._caches = left.pop(self)  # type: ignore[attr-defined]  # of engine.models.layouts.BothLayouts
         return sequence
 
     def leaky_close(self: Engine, sequence: SequenceId) -> None:
-        left[self] = self._sequences[sequence].slots
+        left[self] = self._sequences[sequence].slots if self.owns_state else self.model._caches  # type: ignore[attr-defined]
         close(self, sequence)
 
     return [(Engine, "open", stale_open), (Engine, "close", leaky_close)]
@@ -189,6 +208,40 @@ def _sequences_share_state(planted: Planted) -> list[Patch]:
         return sequence
 
     return [(Engine, "open", shared)]
+
+
+def _restore_hands_out_the_live_state(planted: Planted) -> list[Patch]:
+    from engine.engine import Engine, SequenceId, Snapshot
+
+    snapshot, restore = Engine.snapshot, Engine.restore
+    live: dict[int, tuple[Snapshot, Any]] = {}  # the snapshot is kept, so that its id stays its own
+
+    def remembering(self: Engine, sequence: SequenceId) -> Snapshot:
+        taken = snapshot(self, sequence)
+        live[id(taken)] = taken, self._sequences[sequence].slots
+        return taken
+
+    def aliased(self: Engine, taken: Snapshot, into: SequenceId | None = None) -> SequenceId:
+        sequence = restore(self, taken, into)
+        planted.mark()
+        self._sequences[sequence].slots = live[id(taken)][1]
+        return sequence
+
+    return [(Engine, "snapshot", remembering), (Engine, "restore", aliased)]
+
+
+def _snapshot_lacks_the_last_token(planted: Planted) -> list[Patch]:
+    from engine.state import KVState
+
+    restore = KVState.restore
+
+    def short(self: KVState, snapshot: Any) -> None:
+        restore(self, snapshot)
+        if self.length:
+            planted.mark()
+            self.rewind(1)
+
+    return [(KVState, "restore", short)]
 
 
 def _batch_rows_swapped(planted: Planted) -> list[Patch]:
@@ -228,11 +281,11 @@ def _noise_in_logits(planted: Planted) -> list[Patch]:
     forward = Engine._forward
     calls = 0
 
-    def noisy(self: Engine, tokens: Any, states: Any, lengths: Any, rows: Any) -> Any:
+    def noisy(self: Engine, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         planted.mark()
-        return forward(self, tokens, states, lengths, rows) * (1 + 1e-2 * calls)
+        return forward(self, *arguments) * (1 + 1e-2 * calls)
 
     return [(Engine, "_forward", noisy)]
 
@@ -253,6 +306,13 @@ _ALL = (
         "stale_state_after_close", "the next sequence starts on the state of the one that was closed", _stale_state_after_close
     ),
     Fault("sequences_share_state", "a second sequence writes into the state of the first", _sequences_share_state),
+    Fault("padding_enters_the_state", "rows of padding are kept as if they were tokens", _padding_enters_the_state),
+    Fault(
+        "restore_hands_out_the_live_state",
+        "a restored sequence writes into the state that the snapshot was taken of",
+        _restore_hands_out_the_live_state,
+    ),
+    Fault("snapshot_lacks_the_last_token", "a restored state ends one token early", _snapshot_lacks_the_last_token),
     Fault("batch_rows_swapped", "the rows of a batched step come back in another order", _batch_rows_swapped),
     Fault("greedy_token_off_by_one", "the id after the likeliest one is chosen", _greedy_token_off_by_one),
     Fault("noise_in_logits", "logits grow by a hundredth with each call", _noise_in_logits),

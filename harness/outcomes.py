@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-__all__ = ["ExitCode", "Infra", "Outcome", "Unsupported", "exit_code"]
+__all__ = ["ExitCode", "Infra", "Outcome", "Refusal", "Unsupported", "exit_code"]
 
 
 class Outcome(str, Enum):
@@ -34,6 +34,10 @@ class ExitCode(int, Enum):
 
 class Unsupported(Exception):
     """A target declares that it cannot do what the schedule asks; the text is the reason."""
+
+
+class Refusal(Exception):
+    """A session refuses one operation by declaration and is as it was; what a schedule's `refuse` waits for, else an error."""
 
 
 class Infra(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.outcomes import Outcome
 from harness.replay import Plan, Replay, where
-from harness.schedule import Close, Open, Step
+from harness.schedule import Close, Open, Refuse, Step
 from harness.target import Row
 
 __all__ = ["prefix_ids", "repeated"]
@@ -54,6 +54,8 @@ def _paths(plan: Plan) -> list[tuple[Any, ...]]:
     rows = iter(plan.expected())
     pending = next(rows, None)
     for index, operation in enumerate(plan.schedule.operations):
+        if isinstance(operation, Refuse):  # changes nothing and yields no row
+            continue
         names = operation.sequences if isinstance(operation, Step) else (operation.sequence,)
         for name in names:
             if isinstance(operation, Open | Close):

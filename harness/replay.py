@@ -9,12 +9,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from harness.schedule import Close, Feed, Greedy, Open, Operation, Rewind, Schedule, ScheduleError, Step
-from harness.target import GreedyResult, Row, Session
+from harness.outcomes import Refusal
+from harness.schedule import (
+    Close,
+    Feed,
+    Greedy,
+    Open,
+    Operation,
+    Refuse,
+    Restore,
+    Rewind,
+    Save,
+    Schedule,
+    ScheduleError,
+    Step,
+)  # fmt: skip
+from harness.target import GreedyResult, Row, Session, SnapshotSession
 from harness.tokens import TokenStream
 
 __all__ = ["Plan", "Replay", "TargetError", "replay", "where"]
@@ -51,27 +65,40 @@ class Plan:
         lengths: dict[str, int] = {}
         computed: set[str] = set()  # sequences whose last row belongs to their last token
         closed: set[str] = set()
+        saved: dict[str, int] = {}  # snapshot -> the length it was taken at
         for index, operation in enumerate(self.schedule.operations):
-            names = operation.sequences if isinstance(operation, Step) else (operation.sequence,)
+            asked = operation.operation if isinstance(operation, Refuse) else operation
+            names = asked.sequences if isinstance(asked, Step) else (asked.sequence,)
             for name in names:
-                if isinstance(operation, Open) and name in lengths:
+                if isinstance(asked, Open) and name in lengths:
                     raise ScheduleError(f"operation {index} ({operation}): sequence {name} is open already")
-                if not isinstance(operation, Open) and name in closed:
+                if not isinstance(asked, Open | Restore) and name in closed:
                     raise ScheduleError(
                         f"operation {index} ({operation}): sequence {name} is closed; 'open {name}' opens it again"
                     )
-                if isinstance(operation, Close | Rewind | Greedy) and name not in lengths:
+                if isinstance(asked, Close | Rewind | Greedy | Save) and name not in lengths:
                     raise ScheduleError(f"operation {index} ({operation}): sequence {name} was never fed")
-                closed.discard(name)
+            if isinstance(asked, Rewind) and asked.count > lengths[asked.sequence]:
+                held = lengths[asked.sequence]
+                raise ScheduleError(f"operation {index} ({operation}): sequence {asked.sequence} holds {held} tokens only")
+            if isinstance(asked, Restore) and asked.snapshot not in saved:
+                raise ScheduleError(f"operation {index} ({operation}): there is no snapshot {asked.snapshot}; save it before")
+            if isinstance(operation, Refuse):
+                if not isinstance(asked, Open | Restore) and not lengths.keys() >= set(names):
+                    raise ScheduleError(f"operation {index} ({operation}): its sequences must be open before")
+                yield index, operation, {}
+                continue
+            closed.difference_update(names)
+            for name in names:
                 lengths.setdefault(name, 0)
             yield index, operation, {name: lengths[name] for name in names}
             if isinstance(operation, Rewind):
-                if operation.count > lengths[operation.sequence]:
-                    held = lengths[operation.sequence]
-                    raise ScheduleError(
-                        f"operation {index} ({operation}): sequence {operation.sequence} holds {held} tokens only"
-                    )
                 lengths[operation.sequence] -= operation.count
+                computed.discard(operation.sequence)
+            elif isinstance(operation, Save):
+                saved[operation.snapshot] = lengths[operation.sequence]
+            elif isinstance(operation, Restore):
+                lengths[operation.sequence] = saved[operation.snapshot]
                 computed.discard(operation.sequence)
             elif isinstance(operation, Close):
                 del lengths[operation.sequence]
@@ -134,6 +161,12 @@ class _Sequence:
         self.last_row = None
         self._start(self.tokens[: len(self.tokens) - count])
 
+    def restore(self, tokens: list[int]) -> None:
+        """Hold these tokens; the next ones are of a new branch, so that they differ from what followed them before."""
+        self.branch += 1
+        self.last_row = None
+        self._start(list(tokens))
+
 
 class _Replayer:
     def __init__(self, session: Session, plan: Plan) -> None:
@@ -142,6 +175,7 @@ class _Replayer:
         self.histories: list[list[int]] = []
         self.rows: list[Row] = []
         self.sequences: dict[str, _Sequence] = {}
+        self.saved: dict[str, list[int]] = {}  # snapshot -> the tokens it was taken after
 
     def sequence(self, name: str) -> _Sequence:
         if name not in self.sequences:
@@ -171,7 +205,10 @@ class _Replayer:
     def feed(self, index: int, operation: Feed) -> None:
         sequence, tokens = self.sequence(operation.sequence), self.next_tokens(operation.sequence, operation.count)
         start = len(sequence.tokens)
-        logits = self.session.feed(operation.sequence, list(tokens), all_rows=operation.all_rows, chunk=operation.chunk)
+        options: dict[str, Any] = {} if operation.pad is None else {"pad": operation.pad}  # an adapter without has not the word
+        logits = self.session.feed(
+            operation.sequence, list(tokens), all_rows=operation.all_rows, chunk=operation.chunk, **options
+        )
         count = operation.count if operation.all_rows else 1
         logits = self.checked(index, operation, start, logits, count)
         sequence.tokens += tokens
@@ -209,26 +246,49 @@ class _Replayer:
         for i, (row, chosen) in enumerate(zip(rows, [*tokens[1:], None], strict=True)):
             self.row(index, sequence, start + i, row, chosen)
 
+    def restore(self, operation: Restore) -> None:
+        cast(SnapshotSession, self.session).restore(operation.sequence, operation.snapshot)
+        if operation.sequence not in self.sequences:
+            self.sequences[operation.sequence] = _Sequence(self.histories)
+        self.sequences[operation.sequence].restore(self.saved[operation.snapshot])
+
+    def refuse(self, index: int, operation: Refuse) -> None:
+        try:
+            self.perform(index, operation.operation)
+        except Refusal:
+            return
+        raise TargetError(f"operation {index} ({operation}): the target did it, and should have refused")
+
+    def perform(self, index: int, operation: Operation) -> None:
+        if isinstance(operation, Feed):
+            self.feed(index, operation)
+        elif isinstance(operation, Step):
+            for name in operation.sequences:
+                self.sequence(name)
+            self.step(index, operation)
+        elif isinstance(operation, Greedy):
+            self.greedy(index, operation)
+        elif isinstance(operation, Rewind):
+            self.session.rewind(operation.sequence, operation.count)
+            self.sequence(operation.sequence).rewind(operation.count)
+        elif isinstance(operation, Save):
+            cast(SnapshotSession, self.session).save(operation.sequence, operation.snapshot)
+            self.saved[operation.snapshot] = list(self.sequence(operation.sequence).tokens)
+        elif isinstance(operation, Restore):
+            self.restore(operation)
+        elif isinstance(operation, Open):
+            self.sequence(operation.sequence)
+        elif isinstance(operation, Refuse):
+            self.refuse(index, operation)
+        else:
+            self.session.close(operation.sequence)
+            del self.sequences[operation.sequence]
+
     def run(self) -> Replay:
         seconds: list[float] = []
         for index, operation in enumerate(self.plan.schedule.operations):
             started = time.perf_counter()
-            if isinstance(operation, Feed):
-                self.feed(index, operation)
-            elif isinstance(operation, Step):
-                for name in operation.sequences:
-                    self.sequence(name)
-                self.step(index, operation)
-            elif isinstance(operation, Greedy):
-                self.greedy(index, operation)
-            elif isinstance(operation, Rewind):
-                self.session.rewind(operation.sequence, operation.count)
-                self.sequence(operation.sequence).rewind(operation.count)
-            elif isinstance(operation, Open):
-                self.sequence(operation.sequence)
-            else:
-                self.session.close(operation.sequence)
-                del self.sequences[operation.sequence]
+            self.perform(index, operation)
             seconds.append(time.perf_counter() - started)
         counters = {str(name): int(value) for name, value in self.session.counters().items()}
         return Replay([tuple(history) for history in self.histories], self.rows, counters, seconds)

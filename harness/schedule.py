@@ -8,13 +8,17 @@
 | feed S N           | prefill the next N tokens in one call; yields the last row of logits                   |
 | feed S N all       | the same, yields all N rows                                                           |
 | feed S N chunk=C   | the same, and the target itself cuts the call into chunks of C tokens                 |
+| feed S N pad=P     | the same, and the target pads each forward on the right to P rows                      |
 | step S N           | N decode steps of one token each, teacher-forced; yields N rows                       |
 | step S+R N         | the same for several sequences, one batched call a step                               |
 | greedy S N         | the target decodes N tokens that it chooses itself, after the last row it computed     |
 | rewind S N         | drop the last N tokens                                                                |
+| save S X           | take a snapshot of S and call it X                                                     |
+| restore S X        | S, opened where it is not and whatever it held, holds what X was taken of              |
 | close S            | release the sequence                                                                  |
+| refuse OPERATION   | the target refuses the operation, and all sequences are as they were                   |
 
-S is a lower-case word and may be left out where there is one sequence only (it is then `a`).
+S is a lower-case word and may be left out where there is one sequence only (it is then `a`). X is a word of the same form.
 """
 
 from __future__ import annotations
@@ -22,11 +26,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["MAX_COUNT", "Close", "Feed", "Greedy", "Open", "Operation", "Rewind", "Schedule", "ScheduleError", "Step"]
+__all__ = [
+    "MAX_COUNT", "Close", "Feed", "Greedy", "Open", "Operation", "Refuse", "Restore", "Rewind", "Save", "Schedule",
+    "ScheduleError", "Step",
+]  # fmt: skip
 
 MAX_COUNT = 1_000_000
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
-_WORDS = frozenset({"open", "feed", "step", "greedy", "rewind", "close", "all"})
+_FEED_NUMBER = re.compile(r"(chunk|pad)=([0-9]{1,7})\Z")
+_VERBS = ("open", "feed", "step", "greedy", "rewind", "save", "restore", "close", "refuse")
+_WORDS = frozenset({*_VERBS, "all"})
 
 
 class ScheduleError(ValueError):
@@ -35,7 +44,7 @@ class ScheduleError(ValueError):
 
 def _checked_name(name: str) -> str:
     if not _NAME.match(name) or name in _WORDS:
-        raise ScheduleError(f"{name!r} is not a sequence name (lower-case word, at most 32 characters, no operation's name)")
+        raise ScheduleError(f"{name!r} is not a name (lower-case word, at most 32 characters, no operation's name)")
     return name
 
 
@@ -62,15 +71,18 @@ class Feed:
     sequence: str = "a"
     all_rows: bool = False
     chunk: int | None = None
+    pad: int | None = None
 
     def __post_init__(self) -> None:
         _checked_name(self.sequence)
         _checked_count(self.count, "feed count")
-        if self.chunk is not None:
-            _checked_count(self.chunk, "chunk")
+        for what in ("chunk", "pad"):
+            if getattr(self, what) is not None:
+                _checked_count(getattr(self, what), what)
 
     def __str__(self) -> str:
-        return f"feed {self.sequence} {self.count}{' all' * self.all_rows}{'' if self.chunk is None else f' chunk={self.chunk}'}"
+        options = [f" {what}={getattr(self, what)}" for what in ("chunk", "pad") if getattr(self, what) is not None]
+        return f"feed {self.sequence} {self.count}{' all' * self.all_rows}{''.join(options)}"
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,32 @@ class Rewind:
 
 
 @dataclass(frozen=True)
+class Save:
+    snapshot: str
+    sequence: str = "a"
+
+    def __post_init__(self) -> None:
+        _checked_name(self.sequence)
+        _checked_name(self.snapshot)
+
+    def __str__(self) -> str:
+        return f"save {self.sequence} {self.snapshot}"
+
+
+@dataclass(frozen=True)
+class Restore:
+    snapshot: str
+    sequence: str = "a"
+
+    def __post_init__(self) -> None:
+        _checked_name(self.sequence)
+        _checked_name(self.snapshot)
+
+    def __str__(self) -> str:
+        return f"restore {self.sequence} {self.snapshot}"
+
+
+@dataclass(frozen=True)
 class Close:
     sequence: str = "a"
 
@@ -126,7 +164,19 @@ class Close:
         return f"close {self.sequence}"
 
 
-Operation = Open | Feed | Step | Greedy | Rewind | Close
+@dataclass(frozen=True)
+class Refuse:
+    operation: Open | Feed | Step | Greedy | Rewind | Save | Restore | Close
+
+    def __post_init__(self) -> None:
+        if isinstance(self.operation, Refuse):
+            raise ScheduleError("an operation is refused once")
+
+    def __str__(self) -> str:
+        return f"refuse {self.operation}"
+
+
+Operation = Open | Feed | Step | Greedy | Rewind | Save | Restore | Close | Refuse
 
 
 @dataclass(frozen=True)
@@ -150,6 +200,12 @@ class Schedule:
 
 def _parse_operation(part: str) -> Operation:
     verb, *words = part.split()
+    if verb == "refuse":
+        if not words or words[0] == "refuse":
+            raise ScheduleError(f"in {part!r}: refuse needs the operation that is to be refused")
+        return Refuse(_parse_operation(" ".join(words)))  # type: ignore[arg-type]
+    if verb in ("save", "restore"):
+        return _parse_snapshot(part, verb, words)
     names: tuple[str, ...] = ("a",)
     if words and not words[0].isdecimal() and words[0] != "all" and "=" not in words[0]:
         names = tuple(words.pop(0).split("+"))
@@ -164,11 +220,11 @@ def _parse_operation(part: str) -> Operation:
             raise ScheduleError(f"{verb} needs a count")
         count, options = int(words[0]), words[1:]
         if verb == "feed":
-            all_rows = "all" in options
-            chunks = [option.removeprefix("chunk=") for option in options if option.startswith("chunk=")]
-            if len(options) != all_rows + len(chunks) or len(chunks) > 1 or not all(re.fullmatch("[0-9]{1,7}", c) for c in chunks):
-                raise ScheduleError(f"feed takes 'all' and 'chunk=N' once each (got {' '.join(options)!r})")
-            return Feed(count, names[0], all_rows, int(chunks[0]) if chunks else None)
+            numbers = [match for option in options if (match := _FEED_NUMBER.match(option))]
+            given = {str(match[1]): int(match[2]) for match in numbers}
+            if len(options) != options.count("all") + len(numbers) or options.count("all") > 1 or len(given) < len(numbers):
+                raise ScheduleError(f"feed takes 'all', 'chunk=N' and 'pad=N' once each (got {' '.join(options)!r})")
+            return Feed(count, names[0], "all" in options, given.get("chunk"), given.get("pad"))
         if options:
             raise ScheduleError(f"unexpected {' '.join(options)!r}")
         if verb == "step":
@@ -179,4 +235,14 @@ def _parse_operation(part: str) -> Operation:
             return Rewind(count, names[0])
     except ScheduleError as error:
         raise ScheduleError(f"in {part!r}: {error}") from None
-    raise ScheduleError(f"in {part!r}: unknown operation {verb!r} (open, feed, step, greedy, rewind, close)")
+    raise ScheduleError(f"in {part!r}: unknown operation {verb!r} ({', '.join(_VERBS)})")
+
+
+def _parse_snapshot(part: str, verb: str, words: list[str]) -> Save | Restore:
+    try:
+        if not 1 <= len(words) <= 2:
+            raise ScheduleError(f"takes a sequence and a snapshot's name (got {' '.join(words)!r})")
+        sequence, snapshot = words if len(words) == 2 else ("a", words[0])
+        return Save(snapshot, sequence) if verb == "save" else Restore(snapshot, sequence)
+    except ScheduleError as error:
+        raise ScheduleError(f"in {part!r}: {error}") from None

@@ -7,13 +7,14 @@ up paths and BLAS first), so heavy imports stand inside `load`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Capabilities", "GreedyResult", "Loaded", "Session", "Target"]
+__all__ = ["Capabilities", "GreedyResult", "Loaded", "Session", "SnapshotSession", "Target"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Capabilities:
     """What a target can do. A capability is True, or the reason (text) why the target cannot do it.
 
     A check names the capabilities that its schedules need; where one is text the cell ends `unsupported` with that text.
+    `lacks` is what one layout lacks of them: layout -> capability -> reason.
     """
 
     families: frozenset[str] | None = None  # None: any family, load() decides
@@ -33,6 +35,14 @@ class Capabilities:
     several_sequences: bool | str = True
     greedy: bool | str = True
     greedy_rows: bool | str = True  # greedy yields logits, not only token ids
+    pad: bool | str = "the adapter offers no padded prefill"  # feed ... pad=P
+    snapshot: bool | str = "the adapter offers no snapshots"  # save, restore
+    lacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def able(self, capability: str, layout: str) -> bool | str:
+        """True, or the reason why not, in this layout."""
+        lacking = self.lacks.get(layout, {}).get(capability)
+        return getattr(self, capability) if lacking is None else lacking
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,19 @@ class GreedyResult:
 
 
 class Session(Protocol):
-    """One engine with its sequences. All logits are float32 [rows, vocab], row i after having fed the i-th token."""
+    """One engine with its sequences. All logits are float32 [rows, vocab], row i after having fed the i-th token.
+
+    A call that the engine refuses by declaration raises harness.outcomes.Refusal and leaves all sequences as they were.
+    """
 
     def open(self, sequence: str) -> None: ...
 
     def feed(self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None) -> np.ndarray:
-        """Prefill tokens after what the sequence holds; [1, vocab], or [len(tokens), vocab] with all_rows."""
+        """Prefill tokens after what the sequence holds; [1, vocab], or [len(tokens), vocab] with all_rows.
+
+        A session with the capability `pad` takes `pad: int` too: each forward is padded on the right to this many rows, which
+        leave nothing behind.
+        """
         ...
 
     def step(self, tokens: dict[str, int]) -> np.ndarray:
@@ -67,6 +84,18 @@ class Session(Protocol):
 
     def counters(self) -> dict[str, int]:
         """What ran, as counts since the session started (prefill_chunks, decode_steps, batched_rows, cache_growths, ...)."""
+        ...
+
+
+class SnapshotSession(Session, Protocol):
+    """A session with the capability `snapshot`."""
+
+    def save(self, sequence: str, snapshot: str) -> None:
+        """Keep a copy of what the sequence holds under this name; an earlier one of the name is dropped."""
+        ...
+
+    def restore(self, sequence: str, snapshot: str) -> None:
+        """The sequence, opened where it is not and whatever it held, holds what the snapshot was taken of."""
         ...
 
 

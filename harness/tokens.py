@@ -39,7 +39,7 @@ def _mixed(x: int) -> int:  # the finaliser of splitmix64
 class TokenStream:
     """Uniform tokens of `vocab` without those to `avoid`.
 
-    `planted` (position -> token) overrides them in every sequence; sequences in `fixed` read out the tokens given there instead.
+    `planted` (position -> token) overrides them in all sequences; sequences in `fixed` read out the tokens given there instead.
     """
 
     seed: int

@@ -128,7 +128,10 @@ _GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "
 
 
 def _model_type(raw: Mapping[str, Any]) -> str:
-    model_type = raw.get("model_type")
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    if model_type is None and isinstance(architectures, list):
+        known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]
+        model_type = models.ARCHITECTURES[known[0]] if known else None
     if not isinstance(model_type, str):
         raise ConfigError(
             f"config field model_type must name a family (got {shown(model_type)}; known: {', '.join(models.FAMILIES)})"
@@ -169,13 +172,25 @@ def _weights(
     dtype: str | None,
     arrange: Callable[[str], Callable[[mx.array], mx.array] | None],
 ) -> tuple[dict[str, mx.array], str, list[str]]:
-    """Accounting, then the weights one by one. A family may define `ignored(name)` and `duplicates(config)` (see account)."""
+    """Accounting, then the weights one by one.
+
+    A family may define `ignored(config, name)` and `duplicates(config)` (see account), `canonical(name)`, the parameter that a
+    tensor of another spelling is, and `keep_float32(name)`, whether a parameter is float32 in every compute dtype.
+    """
     parameters = family.parameters(config)
     duplicates = family.duplicates(config) if hasattr(family, "duplicates") else {}
-    ignored = getattr(family, "ignored", lambda name: False)
+    keep_float32 = getattr(family, "keep_float32", lambda name: False)
+    if hasattr(family, "canonical"):
+        headers = _renamed(headers, family.canonical)
+
+    def ignored(name: str) -> bool:
+        return hasattr(family, "ignored") and family.ignored(config, name)
+
     account(parameters, headers, ignored=ignored, duplicates=duplicates, dtypes=dtypes)
     used, notes = _choose_dtype(dtype, [headers[name] for name in parameters])
-    weights = {name: read_tensor(headers[name], used, arrange(name)) for name in parameters}
+    weights = {
+        name: read_tensor(headers[name], "float32" if keep_float32(name) else used, arrange(name)) for name in parameters
+    }
     for copy, name in duplicates.items():
         if copy in headers and not mx.array_equal(read_tensor(headers[copy], used, arrange(copy)), weights[name]).item():
             raise CheckpointError(
@@ -185,9 +200,19 @@ def _weights(
     left = [name for name in headers if name not in parameters]
     if left:
         notes.append(
-            f"{len(left)} tensors of the files hold nothing of their own (copies, rotary tables), first {shown(left[0])}"
+            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers), first {shown(left[0])}"
         )
     return weights, used, notes
+
+
+def _renamed(headers: dict[str, TensorHeader], canonical: Callable[[str], str]) -> dict[str, TensorHeader]:
+    renamed: dict[str, TensorHeader] = {}
+    for header in headers.values():
+        name = canonical(header.name)
+        if name in renamed:
+            raise CheckpointError(f"tensors {shown(renamed[name].name)} and {shown(header.name)} are two spellings of one")
+        renamed[name] = header
+    return renamed
 
 
 def _choose_dtype(dtype: str | None, headers: list[TensorHeader]) -> tuple[str, list[str]]:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from engine.layers.activations import on_host, softmax
 
-__all__ = ["attention"]
+__all__ = ["attention", "causal"]
 
 QUERY_BLOCK = 128  # queries at a time; bounds the part of the upper triangle that is computed and masked
 
@@ -38,13 +38,13 @@ def composed_attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> m
         rows = q[:, :, start:stop].reshape(kv_heads, -1, d)
         scores = (rows @ k[:, :visible].swapaxes(-1, -2)).astype(mx.float32)
         if stop - start > 1:
-            scores = scores.reshape(kv_heads, -1, stop - start, visible) + _causal(stop - start, visible)
+            scores = scores.reshape(kv_heads, -1, stop - start, visible) + causal(stop - start, visible)
         weights = softmax(scores).reshape(kv_heads, -1, visible).astype(v.dtype)
         blocks.append((weights @ v[:, :visible]).reshape(1, heads, stop - start, v.shape[-1]))
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 
-def _causal(n: int, length: int) -> mx.array:
+def causal(n: int, length: int) -> mx.array:
     """0 where query i of the last n sees key j, -inf where it does not: float32 [n, length]."""
     queries = mx.arange(length - n, length)[:, None]
     return mx.where(mx.arange(length) <= queries, 0.0, -float("inf"))

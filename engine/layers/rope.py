@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear, llama3 and yarn, half-split pairs.
+"""Rotary position embedding: default, linear, llama3 and yarn; half-split or interleaved pairs.
 
 RoFormer https://arxiv.org/abs/2104.09864; YaRN https://arxiv.org/abs/2309.00071; llama3 as in the config of Llama 3.1.
 
@@ -19,7 +19,7 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.fields import Fields
 
-__all__ = ["Rope", "RopeConfig", "rotate"]
+__all__ = ["Rope", "RopeConfig", "rotate", "rotate_interleaved", "yarn_mscale"]
 
 _TYPES = ("default", "linear", "llama3", "yarn")
 _MAX_POSITIONS = 1 << 30
@@ -39,6 +39,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # what cos and sin are multiplied by
+    mscale_all_dim: float = 0.0  # yarn, for families that put a temperature on all of the softmax scale
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
@@ -111,6 +112,7 @@ def _from_section(fields: Fields, rope: Fields, default_theta: float) -> RopeCon
         beta_slow=slow,
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", 1e-6, 1e6, inferred),
+        mscale_all_dim=mscale_all_dim,
     )
 
 
@@ -120,24 +122,36 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 class Rope:
-    """cos and sin for positions; `inv_freq` is float64 [dim / 2]."""
+    """cos and sin for positions; `inv_freq` is float64 [dim / 2]. interleaved: pairs are (2i, 2i + 1), not (i, i + dim / 2)."""
 
-    def __init__(self, config: RopeConfig, dim: int) -> None:
+    def __init__(self, config: RopeConfig, dim: int, interleaved: bool = False) -> None:
         self.inv_freq = _inverse_frequencies(config, dim)
         self.attention_factor = config.attention_factor
+        self.interleaved = interleaved
 
     def tables(self, positions: np.ndarray) -> tuple[mx.array, mx.array]:
-        """positions: integers [T]. Returns cos and sin for `rotate`, float32 [T, 1, dim], to broadcast over heads."""
+        """positions: integers [T]. Returns cos and sin for `rotate` (interleaved: for `rotate_interleaved`).
+
+        float32 [T, 1, dim], to broadcast over heads.
+        """
         angles = positions.astype(np.float64)[:, None, None] * self.inv_freq
         cos, sin = np.cos(angles) * self.attention_factor, np.sin(angles) * self.attention_factor
-        tables = np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
-        return mx.array(tables[0].astype(np.float32)), mx.array(tables[1].astype(np.float32))
+        axis = -1 if self.interleaved else -2
+        tables = (np.stack(pair, axis).reshape(*angles.shape[:2], -1) for pair in ((cos, cos), (-sin, sin)))
+        cos, sin = (mx.array(table.astype(np.float32)) for table in tables)
+        return cos, sin
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """Rotate pairs (i, i + dim / 2) of x [T, heads, dim]; computed in float32, returned in x's dtype."""
     half = x.shape[-1] // 2
     swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    return (x * cos + swapped * sin).astype(x.dtype)
+
+
+def rotate_interleaved(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Rotate pairs (2i, 2i + 1) of x [T, heads, dim]; computed in float32, returned in x's dtype."""
+    swapped = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
     return (x * cos + swapped * sin).astype(x.dtype)
 
 

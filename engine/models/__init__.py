@@ -7,10 +7,19 @@ from types import ModuleType
 
 from engine.errors import Refused
 
-__all__ = ["FAMILIES", "family"]
+__all__ = ["ARCHITECTURES", "FAMILIES", "family"]
 
 FAMILIES: dict[str, str] = {  # model_type -> module
     "llama": "engine.models.llama",
+    "longcat_flash": "engine.models.longcat_flash",
+    "longcat_flash_ngram": "engine.models.longcat_flash_ngram",
+    "nemotron-nas": "engine.models.nemotron_nas",
+}
+
+ARCHITECTURES: dict[str, str] = {  # for configs without model_type: name in `architectures` -> model_type
+    "DeciLMForCausalLM": "nemotron-nas",
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
 }
 
 

@@ -15,12 +15,12 @@ import mlx.core as mx
 
 from engine.errors import Refused
 from engine.fields import Fields
-from engine.layers.activations import silu
-from engine.layers.attention import attention
-from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import Rope, RopeConfig, rotate
+from engine.layers.rope import Rope, RopeConfig
+from engine.layers.rotary_attention import Attention
 from engine.layers.weights import Weights
+from engine.models.layouts import BothLayouts
 from engine.state import KVState, Span, State
 from engine.state.span import positions
 
@@ -121,64 +121,25 @@ def duplicates(config: Config) -> dict[str, str]:
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq\Z")
 
 
-def ignored(name: str) -> bool:
+def ignored(config: Config, name: str) -> bool:
     """Tensors of published files that are no parameters: rotary tables, which follow from the config."""
     return _ROTARY_TABLE.match(name) is not None
-
-
-class Attention:
-    def __init__(self, config: Config, weights: Weights, slot: int) -> None:
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.slot = slot
-        self.q_proj = Linear(weights.at("q_proj"), config.attention_bias)
-        self.k_proj = Linear(weights.at("k_proj"), config.attention_bias)
-        self.v_proj = Linear(weights.at("v_proj"), config.attention_bias)
-        self.o_proj = Linear(weights.at("o_proj"), config.attention_bias)
-
-    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array, spans: Sequence[Span]) -> mx.array:
-        T = x.shape[0]
-        q = rotate(self.q_proj(x).reshape(T, -1, self.head_dim), cos, sin)  # [T, heads, head_dim]
-        k = rotate(self.k_proj(x).reshape(T, -1, self.head_dim), cos, sin)  # [T, kv_heads, head_dim]
-        v = self.v_proj(x).reshape(T, -1, self.head_dim)
-        q, k, v = (a.swapaxes(0, 1)[None] for a in (q, k, v))  # [1, heads or kv_heads, T, head_dim]
-        outs = []
-        for span in spans:
-            rows = slice(span.start, span.stop)
-            keys, values = span.slots[self.slot].append(k[:, :, rows], v[:, :, rows])
-            outs.append(attention(q[:, :, rows], keys, values, self.scale))
-        out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)  # [1, heads, T, head_dim]
-        return self.o_proj(out.squeeze(0).swapaxes(0, 1).reshape(T, -1))
-
-
-class MLP:
-    def __init__(self, config: Config, weights: Weights) -> None:
-        self.gate_proj = Linear(weights.at("gate_proj"), config.mlp_bias)
-        self.up_proj = Linear(weights.at("up_proj"), config.mlp_bias)
-        self.down_proj = Linear(weights.at("down_proj"), config.mlp_bias)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block:
     def __init__(self, config: Config, weights: Weights, slot: int) -> None:
         self.input_layernorm = RMSNorm(weights.at("input_layernorm"), config.rms_norm_eps)
-        self.self_attn = Attention(config, weights.at("self_attn"), slot)
+        self.self_attn = Attention(weights.at("self_attn"), config.head_dim, config.attention_bias, slot)
         self.post_attention_layernorm = RMSNorm(weights.at("post_attention_layernorm"), config.rms_norm_eps)
-        self.mlp = MLP(config, weights.at("mlp"))
+        self.mlp = MLP(weights.at("mlp"), config.mlp_bias)
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array, spans: Sequence[Span]) -> mx.array:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, spans)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Model:
+class Model(BothLayouts):
     """Slots: one KV state per block."""
-
-    supports_batching = True
-    supports_padded_prefill = True
-    supports_snapshot_reuse = True
 
     def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
         root = Weights(weights)
@@ -195,6 +156,7 @@ class Model:
 
     def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
         """tokens: int32 [T]. Returns logits [len(rows), vocab] of these indices into T, or [T, vocab] for None."""
+        spans = self.own(spans)
         cos, sin = self.rope.tables(positions(spans))
         x = self.embed_tokens[tokens]  # [T, hidden]
         for layer in self.layers:

@@ -7,20 +7,37 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from engine.state import Span, State
+from engine.state import SequenceStateLayout, Span, State
 
 __all__ = ["Model"]
 
 
 class Model(Protocol):
-    """A loaded model. `make_slots` serves layout DENSE, the three methods after it serve MODEL_OWNED; one of the two is enough
-    (the engine asks which there is).
+    """A loaded model in one layout. `make_slots` serves DENSE, the three methods after it serve MODEL_OWNED; a family that has
+    one layout only refuses the other in `in_layout`. engine.models.layouts has what families with both share.
     """
 
-    supports_batching: bool  # spans of several sequences in one forward
-    supports_padded_prefill: bool
-    supports_snapshot_reuse: bool  # slots can be restored in another sequence (prefix cache)
-    vocab_size: int
+    @property
+    def supports_batching(self) -> bool:
+        """Spans of several sequences in one forward."""
+        ...
+
+    @property
+    def supports_padded_prefill(self) -> bool:
+        """Spans with padding."""
+        ...
+
+    @property
+    def supports_snapshot_reuse(self) -> bool:
+        """Slots can be restored in another sequence (prefix cache)."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def in_layout(self, layout: SequenceStateLayout) -> Model:
+        """The same weights in this layout, with runtime state of its own. Raises Refused for a layout that the family lacks."""
+        ...
 
     def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
         """tokens: int32 [T], the spans' tokens one after another. Appends to each span's slots.

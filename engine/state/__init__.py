@@ -4,5 +4,6 @@ from engine.state.kv import KVSnapshot, KVState
 from engine.state.layout import SequenceStateLayout
 from engine.state.span import Span
 from engine.state.state import State
+from engine.state.token_tail import TokenTail
 
-__all__ = ["KVSnapshot", "KVState", "SequenceStateLayout", "Span", "State"]
+__all__ = ["KVSnapshot", "KVState", "SequenceStateLayout", "Span", "State", "TokenTail"]

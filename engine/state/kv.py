@@ -41,8 +41,12 @@ class KVState:
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
 
-    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """keys [1, heads, n, k_dim], values [1, heads, n, v_dim]. Returns all live keys and values, the new ones included."""
+    def append(self, keys: mx.array, values: mx.array, padding: int = 0) -> tuple[mx.array, mx.array]:
+        """keys [1, heads, n, k_dim], values [1, heads, n, v_dim]. Returns all live keys and values and all new ones.
+
+        The last `padding` of the new ones do not become live: they stand behind every query that counts, and the next append
+        overwrites them.
+        """
         start, stop = self.length, self.length + keys.shape[2]
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
             self._keys = _grown(self._keys, start, keys)
@@ -50,7 +54,7 @@ class KVState:
             self.growths += 1
         self._keys[:, :, start:stop] = keys
         self._values[:, :, start:stop] = values
-        self.length = stop
+        self.length = stop - padding
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
     def can_rewind(self, n: int) -> bool:

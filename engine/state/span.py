@@ -16,12 +16,15 @@ class Span:
     """Tokens [start, start + length) of the row; the first has position `offset` in its sequence.
 
     slots: the sequence's states, in the order of the model's `make_slots()`; empty in layout MODEL_OWNED.
+    padding: how many of the tokens, the last ones, only fill the row up. They are computed and never become part of a state:
+    whatever appends to a slot passes it on.
     """
 
     start: int
     length: int
     offset: int
     slots: list[Any]  # of State; their `append` differs by kind
+    padding: int = 0
 
     @property
     def stop(self) -> int:

@@ -12,7 +12,8 @@ __all__ = ["State"]
 class State(Protocol):
     """A slot. Slots are not layers: a mixer may keep several, a layer none. Position is the sequence's, never a slot's.
 
-    `append` has the signature that its mixer needs (a KV slot takes keys and values); all else is common.
+    `append` has the signature that its mixer needs (a KV slot takes keys and values) and takes `padding`, how many of the new
+    tokens, the last ones, never become part of the state; all else is common.
     """
 
     length: int  # live tokens

@@ -39,7 +39,7 @@ _ALSO_FLOAT16 = frozenset({"gqa", "yarn"})  # a third dtype on one plain and one
 def _case(name: str, stresses: str, prompt: int = 48, without: tuple[str, ...] = (), **fields: Any) -> Case:
     config = {key: value for key, value in (_BASE | fields).items() if key not in without}
     dtypes = ("float32", "bfloat16", "float16") if name in _ALSO_FLOAT16 else ("float32", "bfloat16")
-    return Case("llama", name, stresses, config, prompt, dtypes=dtypes)
+    return Case("llama", name, stresses, config, prompt, ("dense", "model_owned"), dtypes)
 
 
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

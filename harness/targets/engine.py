@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,14 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness import faults
-from harness.outcomes import Unsupported
+from harness.outcomes import Refusal, Unsupported
 from harness.target import Capabilities, GreedyResult, Loaded, Session
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from engine.engine import Engine, SequenceId
+    from engine.engine import Engine, SequenceId, Snapshot
     from engine.models.model import Model
+    from engine.state import SequenceStateLayout
 
 __all__ = ["EngineTarget"]
 
@@ -29,7 +32,18 @@ class EngineTarget:
     faults = faults.ENGINE
     capabilities = Capabilities(
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        layouts=frozenset({"dense"}),
+        layouts=frozenset({"dense", "model_owned"}),
+        pad=True,
+        snapshot=True,
+        lacks={
+            "model_owned": {
+                "rewind": "the model holds the state and does not go back",
+                "batch": "the model holds the state of one sequence",
+                "several_sequences": "the model holds the state of one sequence",
+                "pad": "supports_padded_prefill is false",
+                "snapshot": "supports_snapshot_reuse is false",
+            }
+        },
     )
 
     def require(self) -> None:
@@ -47,22 +61,35 @@ class EngineTarget:
         from engine.checkpoint import load
         from engine.errors import Refused
         from engine.models import family
+        from engine.state import SequenceStateLayout
 
         try:
             loaded = load(checkpoint, dtype=dtype)
-            return _LoadedModel(family(loaded.model_type).Model(loaded.config, loaded.weights))
+            model = family(loaded.model_type).Model(loaded.config, loaded.weights)
+            return _LoadedModel(model, SequenceStateLayout(layout))
         except Refused as error:
             raise Unsupported(str(error)) from None
 
 
 class _LoadedModel:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, layout: SequenceStateLayout) -> None:
         self._model = model
+        self._layout = layout
 
     def start(self) -> Session:
         from engine.engine import Engine
 
-        return _EngineSession(Engine(self._model))
+        return _EngineSession(Engine(self._model, layout=self._layout))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    from engine.errors import Refused
+
+    try:
+        yield
+    except Refused as error:
+        raise Refusal(str(error)) from error
 
 
 class _EngineSession:
@@ -70,12 +97,17 @@ class _EngineSession:
         self._engine = engine
         self._ids: dict[str, SequenceId] = {}
         self._last: dict[str, mx.array] = {}  # [1, vocab]: the last row of each sequence
+        self._saved: dict[str, Snapshot] = {}
 
     def open(self, sequence: str) -> None:
-        self._ids[sequence] = self._engine.open()
+        with _refusals():
+            self._ids[sequence] = self._engine.open()
 
-    def feed(self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None) -> np.ndarray:
-        rows = self._engine.prefill(self._ids[sequence], tokens, all_logits=all_rows, chunk=chunk)
+    def feed(
+        self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None, pad: int | None = None
+    ) -> np.ndarray:
+        with _refusals():
+            rows = self._engine.prefill(self._ids[sequence], tokens, all_logits=all_rows, chunk=chunk, pad_to=pad)
         self._last[sequence] = rows[-1:]
         return _numpy(rows)
 
@@ -92,7 +124,16 @@ class _EngineSession:
         return GreedyResult(tokens, _numpy(rows))
 
     def rewind(self, sequence: str, count: int) -> None:
-        self._engine.rewind(self._ids[sequence], count)
+        with _refusals():
+            self._engine.rewind(self._ids[sequence], count)
+
+    def save(self, sequence: str, snapshot: str) -> None:
+        with _refusals():
+            self._saved[snapshot] = self._engine.snapshot(self._ids[sequence])
+
+    def restore(self, sequence: str, snapshot: str) -> None:
+        with _refusals():
+            self._ids[sequence] = self._engine.restore(self._saved[snapshot], self._ids.get(sequence))
 
     def close(self, sequence: str) -> None:
         self._engine.close(self._ids.pop(sequence))

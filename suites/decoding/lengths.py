@@ -5,7 +5,17 @@ from __future__ import annotations
 from harness.cases.case import Case
 
 ALLOCATION_STEP = 256  # tokens by which a KV cache grows, in this engine and in mlx-lm; schedules of long cases straddle it
+LEAST = 36  # tokens that a schedule feeds in all, whatever the prompt: masks that differ give other rows only on longer ones
 PAST = 4  # decode steps past a prefill: the first token is often right where the rest is wrong
+
+
+def total(case: Case) -> int:
+    """Tokens that a schedule feeds in all. A case about short prompts feeds its prompt first, and then the rest."""
+    return max(case.prompt, LEAST)
+
+
+def is_short(case: Case) -> bool:
+    return case.prompt < LEAST
 
 
 def crosses_allocation(case: Case) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from harness.cases.case import Case
 from harness.check import Check
 from harness.schedule import Feed, Operation, Schedule, Step
-from suites.decoding.lengths import ALLOCATION_STEP, PAST, allocation_boundaries, crosses_allocation
+from suites.decoding.lengths import ALLOCATION_STEP, PAST, allocation_boundaries, crosses_allocation, is_short, total
+from suites.decoding.named import for_others
 
 
 def _fed(pieces: Iterable[int]) -> Schedule:
@@ -24,7 +25,7 @@ def _repeated(pieces: Sequence[int], total: int) -> list[int]:
 
 
 def _cuts(case: Case) -> list[list[int]]:
-    n = case.prompt
+    n = total(case)
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         around = [[boundary, n - boundary] for boundary in allocation_boundaries(case)]
@@ -38,6 +39,8 @@ def _cuts(case: Case) -> list[list[int]]:
         _repeated([13, 2, 5], n),
         _repeated([11, 1], n),
     ]
+    if is_short(case):
+        plans.append([case.prompt, n - case.prompt])
     return plans + [_repeated([size], n) for size in (4, 8, 16, 17)]
 
 
@@ -46,13 +49,14 @@ def _by_the_caller(case: Case) -> Sequence[Schedule]:
 
 
 def _by_the_engine(case: Case) -> Sequence[Schedule]:
-    n = case.prompt
+    n = total(case)
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         return [Schedule((Feed(n, chunk=size), Step(PAST))) for size in (step - 1, step, step + 1, 100, n - 1)]
     sizes = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, n - 1, n)
     last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in sizes]
-    return [*last_rows, Schedule((Feed(n, chunk=7), Step(PAST))), Schedule((Feed(5), Feed(n - 5, chunk=9), Step(PAST)))]
+    first = case.prompt if is_short(case) else 5
+    return [*last_rows, Schedule((Feed(n, chunk=7), Step(PAST))), Schedule((Feed(first), Feed(n - first, chunk=9), Step(PAST)))]
 
 
 chunked_prefill_matches_full_forward = Check(
@@ -61,6 +65,7 @@ chunked_prefill_matches_full_forward = Check(
     schedules=_by_the_caller,
     faults=("mask_missing_on_later_chunks", "rope_offset_off_by_one"),
     needs=frozenset({"all_rows"}),
+    applies=for_others("chunked_prefill_matches_full_forward"),
 )
 
 engine_cut_prefill_matches_full_forward = Check(
@@ -70,4 +75,5 @@ engine_cut_prefill_matches_full_forward = Check(
     faults=("last_row_from_wrong_index", "rope_offset_off_by_one"),
     needs=frozenset({"chunk"}),
     counters={"prefill_chunks": 16},  # more than there are feeds, so that an engine that does not cut does not reach it
+    applies=for_others("engine_cut_prefill_matches_full_forward"),
 )

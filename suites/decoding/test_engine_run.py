@@ -8,6 +8,7 @@ from harness.cases.case import Case
 from harness.check import Check
 from harness.schedule import Schedule
 from suites.decoding.lengths import crosses_allocation
+from suites.decoding.named import for_others
 
 
 def _greedy(case: Case) -> Sequence[Schedule]:
@@ -33,6 +34,7 @@ engine_run_matches_recompute_greedy = Check(
     faults=("greedy_token_off_by_one", "rope_offset_off_by_one"),
     needs=frozenset({"greedy"}),
     counters={"decode_steps": 8},
+    applies=for_others("engine_run_matches_recompute_greedy"),
 )
 
 consecutive_runs_match_recompute = Check(
@@ -40,4 +42,5 @@ consecutive_runs_match_recompute = Check(
     holds="a run on an engine that has served others before it gives what it gives on a new engine",
     schedules=_consecutive,
     faults=("stale_state_after_close", "last_row_from_wrong_index"),
+    applies=for_others("consecutive_runs_match_recompute"),
 )

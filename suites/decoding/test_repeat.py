@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from harness.cases.case import Case
 from harness.check import Check
 from harness.schedule import Schedule
-from suites.decoding.lengths import crosses_allocation
+from suites.decoding.lengths import crosses_allocation, total
 
 
 def _schedules(case: Case) -> Sequence[Schedule]:
-    n = 250 if crosses_allocation(case) else case.prompt
+    n = 250 if crosses_allocation(case) else total(case)
     once = f"open a; feed a {n // 2}; feed a {n - n // 2}; step a 8; close a"
     return [Schedule.parse(once), Schedule.parse(f"{once}; {once}")]
 

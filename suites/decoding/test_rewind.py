@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.cases.case import Case
 from harness.check import Check
 from harness.schedule import Feed, Operation, Rewind, Schedule, Step
-from suites.decoding.lengths import ALLOCATION_STEP, allocation_boundaries, crosses_allocation
+from suites.decoding.lengths import ALLOCATION_STEP, allocation_boundaries, crosses_allocation, total
 
 
 def _rewinds_to(lengths: Sequence[int], n: int) -> Schedule:
@@ -19,7 +19,7 @@ def _rewinds_to(lengths: Sequence[int], n: int) -> Schedule:
 
 
 def _schedules(case: Case) -> Sequence[Schedule]:
-    n = case.prompt
+    n = total(case)
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         return [

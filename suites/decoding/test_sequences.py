@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from harness.cases.case import Case
 from harness.check import Check
 from harness.schedule import Schedule
-from suites.decoding.lengths import crosses_allocation
+from suites.decoding.lengths import crosses_allocation, total
 
 
 def _interleaved(case: Case) -> Sequence[Schedule]:
-    n = case.prompt
+    n = total(case)
     if crosses_allocation(case):
         return [
             Schedule.parse(
@@ -31,7 +31,7 @@ def _interleaved(case: Case) -> Sequence[Schedule]:
 def _batched(case: Case) -> Sequence[Schedule]:
     if crosses_allocation(case):
         return [Schedule.parse("feed a 253; feed b 40; feed c 509; step a+b+c 6; step c+a 3; close c; step b+a 2; step a 2")]
-    n = case.prompt
+    n = total(case)
     return [
         Schedule.parse(
             f"feed a {n}; feed b 17; feed c 5; step a+b+c 5; step c+a 3; close a; step c+b 2; feed b 3; step b+c 2; step b 2"

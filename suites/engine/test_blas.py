@@ -73,3 +73,28 @@ def test_binding_twice_does_nothing():
         "import os; from engine import blas; a = blas.bind(); os.environ['DECODEGATE_BLAS'] = 'off'; print(a == blas.bind())"
     )
     assert "True" in out
+
+
+@needs_torch
+def test_a_product_on_two_threads_has_the_same_bits_wherever_its_operands_lie():
+    out = run(
+        "import os; os.environ['OMP_NUM_THREADS'] = '2'\n"
+        "import ctypes, itertools, engine, numpy as np\n"
+        "def place(values, at):\n"
+        "    raw = np.zeros(values.nbytes + 128, np.uint8)\n"
+        "    start = -raw.ctypes.data % 64 + at\n"
+        "    view = raw[start : start + values.nbytes].view(np.float32)\n"
+        "    view[:] = values\n"
+        "    return view\n"
+        "r, n = np.random.default_rng(0), 119\n"
+        "v, w, out = r.normal(size=64 * n).astype('f'), r.normal(size=n).astype('f'), np.zeros(64, 'f')\n"
+        "i, f = (lambda x: ctypes.byref(ctypes.c_int(x))), (lambda x: ctypes.byref(ctypes.c_float(x)))\n"
+        "p = lambda a: ctypes.c_void_p(a.ctypes.data)\n"
+        "seen = set()\n"
+        "for a, b, c in itertools.product((8, 24, 40, 56), repeat=3):\n"
+        "    V, W, C = place(v, a), place(w, b), place(out, c)\n"
+        "    ctypes.CDLL(None).sgemm_(b'N', b'N', i(64), i(1), i(n), f(1), p(V), i(64), p(W), i(n), f(0), p(C), i(64))\n"
+        "    seen.add(C.tobytes())\n"
+        "print(len(seen), bool(np.abs(C).max() > 0))\n"
+    )
+    assert out.split() == ["1", "True"]

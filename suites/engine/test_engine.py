@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.engine import Engine, SequenceId
+from engine.engine import Engine, SequenceId, Snapshot
 from engine.errors import Refused, RowsError, SequenceError
 from engine.models import llama
-from engine.state import KVState, SequenceStateLayout, Span
+from engine.state import KVState, SequenceStateLayout
 from suites.engine.tiny import expected_logits, model, tokens
 
 VOCAB = 61
@@ -66,6 +66,11 @@ def test_cache_growths_are_counted(engine: Engine):
     assert engine.counters["cache_growths"] == 6
 
 
+def foreign_snapshot() -> Snapshot:
+    other = Engine(model())
+    return other.snapshot(other.open())
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -80,6 +85,11 @@ def test_cache_growths_are_counted(engine: Engine):
         ("flat list of integers", lambda e, s: e.prefill(s, [[1], [1, 2]])),
         ("flat list of integers", lambda e, s: e.prefill(s, [True])),
         ("chunk must be at least 1", lambda e, s: e.prefill(s, [1], chunk=0)),
+        ("pad_to must be 1 to", lambda e, s: e.prefill(s, [1], pad_to=0)),
+        ("pad_to must be 1 to", lambda e, s: e.prefill(s, [1], pad_to=2049)),
+        ("sequence 99 is not open", lambda e, s: e.snapshot(SequenceId(99))),
+        ("sequence 99 is not open", lambda e, s: e.restore(e.snapshot(s), SequenceId(99))),
+        ("another engine", lambda e, s: e.restore(foreign_snapshot(), s)),
         ("cannot rewind 5", lambda e, s: e.rewind(s, 5)),
         ("cannot rewind -1", lambda e, s: e.rewind(s, -1)),
         ("sequence 99 is not open", lambda e, s: e.prefill(SequenceId(99), [1])),
@@ -185,37 +195,39 @@ def test_a_sequence_whose_state_cannot_be_taken_back_after_an_error_is_lost_alon
     with pytest.raises(RowsError, match="was lost in an earlier error"):
         engine.step({sequence: 4})
     engine.step({other: 4})
+    engine.restore(engine.snapshot(other), sequence)  # what it lost does not matter to a restore
+    expected = expected_logits([1, 2, 3, 4, 5])[-1]
+    np.testing.assert_allclose(np.array(engine.step({sequence: 5}))[0], expected, atol=2e-4)
     engine.close(sequence)
 
 
-class ModelOwned(llama.Model):
-    """llama that keeps its state to itself, as some families do."""
+def test_an_error_while_a_step_is_evaluated_leaves_the_sequences_as_they_were(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    sequence = engine.open()
+    engine.prefill(sequence, [1, 2, 3])
 
-    supports_batching = False
-    supports_padded_prefill = False
-    supports_snapshot_reuse = False
-    make_slots = None  # type: ignore[assignment]
-    slots: list[KVState]
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    def make_caches(self) -> None:
-        self.slots = [KVState() for _ in self.layers]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "_evaluate", interrupted)
+        engine.step({sequence: 4})
+    assert engine.length(sequence) == 3
+    np.testing.assert_allclose(np.array(engine.step({sequence: 5}))[0], expected_logits([1, 2, 3, 5])[-1], atol=2e-4)
 
-    def reset_runtime_state(self) -> None:
-        self.slots = []
 
-    def runtime_arrays(self) -> list[mx.array]:
-        return [array for slot in self.slots for array in slot.arrays()]
-
-    def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
-        assert [span.slots for span in spans] == [[]]
-        return super().forward(tokens, [Span(0, spans[0].length, spans[0].offset, self.slots)], rows)
+@pytest.mark.parametrize("tokens_fed", [250, 255, 256, 257])
+def test_padding_across_a_step_of_the_allocation_leaves_no_trace(engine: Engine, tokens_fed: int):
+    ids = tokens(tokens_fed + 8)
+    sequence = engine.open()
+    engine.prefill(sequence, ids[:tokens_fed], pad_to=260)
+    assert engine.length(sequence) == tokens_fed and engine.counters["padded_rows"] == 260 - tokens_fed
+    rows = engine.prefill(sequence, ids[tokens_fed:], all_logits=True, chunk=3)
+    np.testing.assert_allclose(np.array(rows), expected_logits(ids)[tokens_fed:], atol=2e-4)
 
 
 @pytest.fixture
 def owned() -> Engine:
-    changed = ModelOwned.__new__(ModelOwned)
-    changed.__dict__.update(model().__dict__)
-    return Engine(changed, layout=SequenceStateLayout.MODEL_OWNED)
+    return Engine(model(), layout=SequenceStateLayout.MODEL_OWNED)
 
 
 def test_a_model_that_owns_its_state_serves_one_sequence_after_another(owned: Engine):
@@ -232,11 +244,6 @@ def test_a_model_that_owns_its_state_serves_one_sequence_after_another(owned: En
     assert owned.max_batch == 1
 
 
-def test_layouts_that_a_model_lacks_are_refused():
-    with pytest.raises(Refused, match="no layout model_owned"):
-        Engine(model(), layout=SequenceStateLayout.MODEL_OWNED)
-
-
 def test_a_model_that_cannot_batch_is_stepped_row_by_row(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llama.Model, "supports_batching", False)
     engine = Engine(model())
@@ -246,6 +253,7 @@ def test_a_model_that_cannot_batch_is_stepped_row_by_row(monkeypatch: pytest.Mon
     rows = np.array(engine.step({ids[0]: 3, ids[1]: 4}))
     np.testing.assert_allclose(rows[1], expected_logits([1, 2, 4])[-1], atol=2e-4)
     assert engine.counters["decode_steps"] == 2 and engine.counters["batched_rows"] == 0
+    assert engine.counters["batches_clamped"] == 1
 
 
 def test_memory_is_flat_over_many_steps_and_returns_after_close():

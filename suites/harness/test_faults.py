@@ -17,7 +17,8 @@ from harness.targets.engine import EngineTarget
 
 CHECKS = checks_in("suites.decoding")
 EVERYTHING = Schedule.parse(
-    "open a; feed a 9; step a 2; rewind a 3; feed a 4; open b; feed b 5; step a+b 3; greedy b 3; close a; open a; feed a 3"
+    "open a; feed a 9; step a 2; rewind a 3; feed a 4; open b; feed b 5; step a+b 3; greedy b 3; close a; open a; feed a 3; "
+    "feed a 4 pad=8; save a x; step a 2; restore b x; step b 2"
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.outcomes import Refusal
 from harness.replay import Plan, Replay, TargetError, replay
 from harness.schedule import Schedule
 from harness.target import GreedyResult
@@ -20,6 +21,7 @@ class Echo:
     def __init__(self, answer: Any = lambda operation, rows: rows) -> None:
         self.answer = answer
         self.tokens: dict[str, list[int]] = {}
+        self.saved: dict[str, list[int]] = {}
         self.log: list[str] = []
 
     def row(self, name: str) -> np.ndarray:
@@ -29,8 +31,12 @@ class Echo:
         self.log.append(f"open {sequence}")
         self.tokens[sequence] = []
 
-    def feed(self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None) -> np.ndarray:
-        self.log.append(f"feed {sequence} {len(tokens)} {all_rows} {chunk}")
+    def feed(
+        self, sequence: str, tokens: list[int], *, all_rows: bool, chunk: int | None, pad: int | None = None
+    ) -> np.ndarray:
+        if pad is not None and pad < len(tokens):
+            raise Refusal("more tokens than rows")
+        self.log.append(f"feed {sequence} {len(tokens)} {all_rows} {chunk}{'' if pad is None else f' {pad}'}")
         rows = []
         for token in tokens:
             self.tokens[sequence].append(token)
@@ -53,6 +59,13 @@ class Echo:
 
     def rewind(self, sequence: str, count: int) -> None:
         del self.tokens[sequence][-count:]
+
+    def save(self, sequence: str, snapshot: str) -> None:
+        self.saved[snapshot] = list(self.tokens[sequence])
+
+    def restore(self, sequence: str, snapshot: str) -> None:
+        self.log.append(f"restore {sequence} {snapshot}")
+        self.tokens[sequence] = list(self.saved[snapshot])
 
     def close(self, sequence: str) -> None:
         del self.tokens[sequence]
@@ -77,6 +90,37 @@ def test_every_row_follows_the_tokens_of_its_history() -> None:
 def test_a_rewind_branches_and_a_reopened_sequence_begins_again() -> None:
     first, branched, again = run("feed 6; rewind 2; feed 2; close a; open a; feed 6").histories
     assert first[:4] == branched[:4] and first[4:] != branched[4:] and again == first
+
+
+def test_a_restored_sequence_holds_the_snapshots_tokens_and_goes_on_with_others() -> None:
+    text = (
+        "feed a 6; save a x; feed a 2; restore a x; feed a 2; restore b x; feed b 2; save b x; close b; restore b x; step b 1"
+    )
+    result = run(text)
+    assert [(row.operation, row.position) for row in result.rows] == Plan(Schedule.parse(text), 0, VOCAB).expected()
+    for row in result.rows:
+        assert row.logits.argmax() == sum(result.histories[row.history][: row.position + 1]) % VOCAB
+    ends = [result.histories[row.history][: row.position + 1] for row in result.rows]
+    first, before, after, other, again = ends
+    assert before[:6] == after[:6] == other[:6] == first and len({before, after, other}) == 3
+    assert again[:8] == other
+
+
+def test_a_refused_operation_changes_nothing() -> None:
+    session = Echo()
+    refused, plain = run("feed a 4; refuse feed a 6 pad=5; feed a 6", session), run("feed a 4; feed a 6")
+    assert refused.histories == plain.histories and len(refused.rows) == len(plain.rows)
+    assert session.log == ["open a", "feed a 4 False None", "feed a 6 False None"]
+
+
+def test_an_operation_that_should_have_been_refused_and_was_not_is_named() -> None:
+    with pytest.raises(TargetError, match=r"operation 1 \(refuse feed a 6 pad=6\): the target did it"):
+        run("feed a 4; refuse feed a 6 pad=6")
+
+
+def test_a_refusal_that_no_schedule_waits_for_is_an_error() -> None:
+    with pytest.raises(Refusal):
+        run("feed a 6 pad=5")
 
 
 def test_a_greedy_choice_is_noted_at_the_row_it_was_made_from() -> None:
@@ -104,8 +148,8 @@ def test_rows_do_not_share_memory_with_the_target() -> None:
 
 def test_chunk_and_rows_reach_the_target() -> None:
     session = Echo()
-    run("feed 5 all chunk=2; feed b 3", session)
-    assert session.log == ["open a", "feed a 5 True 2", "open b", "feed b 3 False None"]
+    run("feed 5 all chunk=2; feed b 3; feed b 2 pad=8", session)
+    assert session.log == ["open a", "feed a 5 True 2", "open b", "feed b 3 False None", "feed b 2 False None 8"]
     assert run("step a+b 1").counters == {"calls": 3}
 
 

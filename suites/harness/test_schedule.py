@@ -7,21 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.replay import Plan
-from harness.schedule import MAX_COUNT, Close, Feed, Greedy, Open, Rewind, Schedule, ScheduleError, Step
+from harness.schedule import (
+    MAX_COUNT,
+    Close,
+    Feed,
+    Greedy,
+    Open,
+    Refuse,
+    Restore,
+    Rewind,
+    Save,
+    Schedule,
+    ScheduleError,
+    Step,
+)
 from harness.tokens import TokenStream, special_ids
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
-    lambda name: name not in {"open", "feed", "step", "greedy", "rewind", "close", "all"}
+    lambda name: name not in {"open", "feed", "step", "greedy", "rewind", "save", "restore", "close", "refuse", "all"}
 )
 counts = st.integers(1, MAX_COUNT)
-operations = st.one_of(
+accepted = st.one_of(
     st.builds(Open, names),
     st.builds(Close, names),
-    st.builds(Feed, counts, names, st.booleans(), st.none() | counts),
+    st.builds(Feed, counts, names, st.booleans(), st.none() | counts, st.none() | counts),
+    st.builds(Save, names, names),
+    st.builds(Restore, names, names),
     st.builds(Step, counts, st.lists(names, min_size=1, max_size=4, unique=True).map(tuple)),
     st.builds(Greedy, counts, names),
     st.builds(Rewind, counts, names),
 )
+operations = accepted | st.builds(Refuse, accepted)
 schedules = st.lists(operations, min_size=1, max_size=8).map(lambda found: Schedule(tuple(found)))
 
 
@@ -41,6 +57,9 @@ def test_any_text_is_a_schedule_or_a_schedule_error(text: str) -> None:
 
 def test_the_sequence_may_be_left_out() -> None:
     assert Schedule.parse("feed 5 all; step 2; rewind 1") == Schedule((Feed(5, "a", True), Step(2), Rewind(1)))
+    assert Schedule.parse("save x; restore x; refuse feed 3 pad=8") == Schedule(
+        (Save("x"), Restore("x"), Refuse(Feed(3, pad=8)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,6 +73,18 @@ def test_the_sequence_may_be_left_out() -> None:
         ("step a+a 5", "distinct"),
         ("dance 5", "unknown operation"),
         ("rewind a 2 3", "unexpected"),
+        ("feed 5 pad=0", "pad must be 1 to"),
+        ("feed 5 pad=x", "pad=x"),
+        ("feed 5 pad=2 pad=2", "once each"),
+        ("feed 5 all all", "once each"),
+        ("feed 5 all=2", "all=2"),
+        ("save", "a sequence and a snapshot"),
+        ("save a b c", "a sequence and a snapshot"),
+        ("save a Big", "'Big' is not a name"),
+        ("restore a feed", "'feed' is not a name"),
+        ("refuse", "refuse needs the operation"),
+        ("refuse refuse feed 1", "refuse needs the operation"),
+        ("refuse dance 5", "unknown operation"),
     ],
 )
 def test_what_does_not_parse_is_named(text: str, reason: str) -> None:
@@ -71,6 +102,13 @@ def test_what_does_not_parse_is_named(text: str, reason: str) -> None:
         ("close a", "never fed"),
         ("feed 5; open a", "open already"),
         ("feed 5; close a; feed 5", "closed"),
+        ("save a x", "never fed"),
+        ("feed 5; restore b x", "no snapshot x"),
+        ("feed 5; save a x; close a; save a y", "closed"),
+        ("feed 5; save a x; restore b x; greedy b 2", "no row to choose from"),
+        ("feed 5; save a x; feed 3; restore a x; rewind a 6", "holds 5 tokens"),
+        ("refuse feed 5", "must be open before"),
+        ("feed 5; refuse rewind 6", "holds 5 tokens"),
     ],
 )
 def test_a_schedule_that_no_target_can_run_is_refused_before_it_runs(text: str, reason: str) -> None:
@@ -82,6 +120,11 @@ def test_a_plan_knows_every_row_it_expects() -> None:
     plan = Plan(Schedule.parse("feed a 3; feed a 2 all; rewind a 4; step a+b 2; greedy b 2; close b; open b; feed b 2"), 0, 128)
     steps = [(3, 1), (3, 0), (3, 2), (3, 1)]  # a stands at 1 after the rewind, b at 0
     assert plan.expected() == [(0, 2), (1, 3), (1, 4), *steps, (4, 2), (4, 3), (7, 1)]
+
+
+def test_a_restored_sequence_stands_where_the_snapshot_was_taken() -> None:
+    text = "feed a 5; save a x; step a 2; close a; restore b x; step b 1; restore a x; refuse rewind a 2; feed a 2 all"
+    assert Plan(Schedule.parse(text), 0, 128).expected() == [(0, 4), (2, 5), (2, 6), (5, 5), (8, 5), (8, 6)]
 
 
 @given(st.integers(0, 2**63), names, st.integers(0, 5), st.lists(st.integers(0, 10_000), max_size=20))
