@@ -1,4 +1,4 @@
-"""Sessions: gate, tests, lint, smoke, bench, oracles. Each makes its own environment; arguments after `--` are passed on."""
+"""Sessions: gate, tests, lint, mutants, smoke, bench, oracles, each in its own environment; arguments after `--` go on."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Plants faults, one at a time, and sees whether the named check catches each: `nox -s mutants -- --in-diff REV`."""
+    install(session, checkpoint=False)
+    session.run("decodegate", "mutants", *session.posargs)
 
 
 @nox.session

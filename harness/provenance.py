@@ -14,7 +14,7 @@ from harness.records import Header
 
 __all__ = ["header"]
 
-# Environment variables that change numbers, by prefix or name.
+# Environment variables that change numbers, by prefix or name; those of the device lock do not, and one holds its proof.
 NUMERIC = ("DECODEGATE_", "MLX_", "MKL_", "OMP_", "OPENBLAS_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED")
 PACKAGES = ("decodegate", "torch", "numpy", "safetensors", "pytest")
 GIT_S = 10.0
@@ -47,9 +47,13 @@ def header(
         versions=versions,
         device=device or platform.machine(),
         blas=blas,
-        flags={name: value for name, value in sorted(os.environ.items()) if name.startswith(NUMERIC)} | dict(flags or {}),
+        flags={name: value for name, value in sorted(os.environ.items()) if _is_numeric(name)} | dict(flags or {}),
         selected=selected,
     )
+
+
+def _is_numeric(variable: str) -> bool:
+    return variable.startswith(NUMERIC) and not variable.startswith("DECODEGATE_LOCK")
 
 
 def revision(directory: Path) -> tuple[str | None, bool | None]:

@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from harness.outcomes import Outcome
 
-__all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "decode", "encode", "load"]
+__all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "decode", "encode", "last_words", "load", "plain"]
 
 SCHEMA = 1
+_CELL = re.compile(r"[^:\s]+::[^:\s]+::[^:\s]+")
 MAX_BYTES = 512 * 2**20  # a run of 10 000 cells with their series is about 100 MB
 MAX_LINE = 4 * 2**20
 MAX_RECORDS = 200_000
@@ -46,6 +49,7 @@ class Header:
     flags: dict[str, str] = field(default_factory=dict)  # environment variables and settings that change numerics
     lock_wait_s: float = 0.0
     selected: int = 0  # cells that the run set out to do: fewer records than that means that it was cut short
+    builds: list[dict[str, Any]] = field(default_factory=list)  # of a before/after run, see harness.evidence
     notes: list[str] = field(default_factory=list)  # what a reader has to know; `load` adds what it had to drop
 
 
@@ -131,6 +135,30 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+def plain(value: Any) -> Any:
+    """The value for strict JSON that people read too: enums by value, infinities and NaN as texts."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def last_words(detail: str) -> str:
+    """The last line that a process wrote before its end: of a traceback or of stderr, without what Python adds when it crashes.
+
+    The first line of a cell's stderr is the cell's own name, which is nobody's words.
+    """
+    lines = [line.strip() for line in detail.splitlines() if line.strip()]
+    dump = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")), len(lines))
+    said = [line for line in lines[:dump] if not _CELL.fullmatch(line)]
+    return said[-1] if said else ""
 
 
 def load(path: Path) -> tuple[Header, list[Record]]:
@@ -228,6 +256,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {  # annotation -> (in
     "float": ("a time in seconds", _duration),
     "float | None": ("a number or null", _optional(_number)),
     "list[str]": ("a list of texts", _list(_text)),
+    "list[dict[str, Any]]": ("a list of objects", _list(_mapping(_anything))),
     "dict[str, str]": ("an object of texts", _mapping(_text)),
     "dict[str, int]": ("an object of whole numbers", _mapping(_count)),
     "dict[str, float]": ("an object of numbers", _mapping(_optional(_number))),

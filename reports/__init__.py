@@ -5,14 +5,13 @@ The same record file renders to the same bytes, whenever and wherever: no clock,
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.records import load
 from reports import html, junit, markdown
 from reports.summary import Run, Summary
+from reports.text import write_text
 
 __all__ = ["FORMATS", "read", "write", "write_all"]
 
@@ -35,7 +34,7 @@ def write(report: Summary, out_dir: Path, formats: Sequence[str] = tuple(FORMATS
     written = {}
     for name in formats:
         path = out_dir / f"gate.{name}"
-        _replace(path, FORMATS[name](report))
+        write_text(path, FORMATS[name](report))
         written[name] = path
     return written
 
@@ -43,15 +42,3 @@ def write(report: Summary, out_dir: Path, formats: Sequence[str] = tuple(FORMATS
 def write_all(record_file: Path, out_dir: Path) -> dict[str, Path]:
     """All reports of one record file, in out_dir. Raises RecordError where the file is not one."""
     return write(read(record_file), out_dir)
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

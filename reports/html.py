@@ -26,7 +26,7 @@ from reports import text
 from reports.plot import error_plot
 from reports.summary import BAD, MARKS, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
-__all__ = ["render"]
+__all__ = ["render", "template"]
 
 _PLOT_POINTS = 24_000  # for the whole page: about 300 kB of path data however many cells there are
 
@@ -94,7 +94,7 @@ def render(report: Summary) -> str:
             lines.append(line)
         return lines
 
-    page = _template().render(
+    page = template("gate.html.j2").render(
         report=report,
         cell_of=lambda record: cells[id(record)],
         grid=grid,
@@ -140,7 +140,8 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A page of reports/templates; text that goes into it is escaped."""
     environment = Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -155,4 +156,4 @@ def _template() -> Template:
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
         style=Markup(_asset("gate.css")),
     )
-    return environment.get_template("gate.html.j2")
+    return environment.get_template(name)

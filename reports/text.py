@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import re
+import tempfile
+from pathlib import Path
 
-__all__ = ["code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible"]
+__all__ = [
+    "code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible", "write_text",
+]  # fmt: skip
 
 # Characters that a terminal obeys, that XML forbids or that reorder what a reader sees: C0 and C1 controls, line and paragraph
 # separators, bidirectional controls, surrogates, non-characters. Newline and tab are handled by the callers.
@@ -97,3 +102,16 @@ def duration(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """1 cell, 2 cells."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

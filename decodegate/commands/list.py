@@ -19,6 +19,7 @@ class Kind(str, Enum):
     CHECKS = "checks"
     TARGETS = "targets"
     FAULTS = "faults"
+    MUTANTS = "mutants"
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +30,7 @@ def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects instead.")] = False,
 ) -> None:
-    """List families, cases, checks, targets or runtime faults, one a line: name, then what it is."""
+    """List families, cases, checks, targets, runtime faults or mutants, one a line: name, then what it is."""
     rows = _ROWS[kind]()
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -87,10 +88,27 @@ def _faults() -> list[dict]:
     return [{"name": fault.name, "breaks": fault.breaks} for fault in ENGINE.values()]
 
 
+def _mutants() -> list[dict]:
+    from harness.mutants.catalogue import load
+
+    return [
+        {
+            "name": m.id,
+            "kind": m.kind,
+            "check": m.check or "every check (benign)",
+            "cases": m.cases,
+            "report": m.report,
+            "why": m.why,
+        }
+        for m in load()
+    ]
+
+
 _ROWS = {
     Kind.FAMILIES: _families,
     Kind.CASES: _cases,
     Kind.CHECKS: _checks,
     Kind.TARGETS: _targets,
     Kind.FAULTS: _faults,
+    Kind.MUTANTS: _mutants,
 }

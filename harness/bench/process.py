@@ -27,16 +27,17 @@ INSTALL = {"engine": "mlx", "mlx_lm": "mlx-lm", "transformers": "transformers to
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine in one dtype, run by `python`; `path` is put on PYTHONPATH (our own builds)."""
+    """An engine in one dtype, run by `python`; `path` is put on PYTHONPATH (our own builds), `label` tells two builds apart."""
 
     engine: str
     dtype: str
     python: str
     path: Path | None = None
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.engine}[{self.dtype}]"
+        return self.label or f"{self.engine}[{self.dtype}]"
 
     def require(self) -> None:
         """Raise Infra with the install command where its Python does not have the engine."""

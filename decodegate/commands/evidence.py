@@ -1,0 +1,141 @@
+"""`decodegate evidence`: what a change did, as a table: today's checks on the builds before and after it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.outcomes import ExitCode
+
+if TYPE_CHECKING:
+    from harness.builds import Made
+    from harness.cells import Cell
+    from reports.evidence import Table
+
+__all__ = ["register"]
+
+Names = list[str] | None
+
+
+def register(app: typer.Typer) -> None:
+    app.command("evidence")(command)
+
+
+def command(
+    base: Annotated[str, typer.Option(metavar="REV", help="Git revision before the change.")],
+    head: Annotated[str | None, typer.Option(metavar="REV", help="Git revision after it. Default: the working tree.")] = None,
+    families: Annotated[Names, typer.Option("--family", metavar="NAME", help="Only this family (repeatable).")] = None,
+    cases: Annotated[Names, typer.Option("--case", metavar="ID", help="Only this case (repeatable).")] = None,
+    checks: Annotated[Names, typer.Option("--check", metavar="NAME", help="Only this check (repeatable).")] = None,
+    dtypes: Annotated[Names, typer.Option("--dtype", metavar="NAME", help="Only this dtype (repeatable).")] = None,
+    layouts: Annotated[Names, typer.Option("--layout", metavar="NAME", help="Only this layout (repeatable).")] = None,
+    checkpoints: Annotated[
+        list[Path] | None, typer.Option("--checkpoint", help="Checkpoint as a further case (repeatable).")
+    ] = None,
+    target: Annotated[str, typer.Option(help="The target whose package the builds hold: a name or module:Class.")] = "engine",
+    repo: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")
+    ] = None,
+    bench: Annotated[
+        str | None, typer.Option(metavar="CHECKPOINT", help="Measure speed on both builds too: smollm2, a path.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=200, help="Rounds of --bench; 6 or more give a 95 % interval.")] = 6,
+    busy_ok: Annotated[bool, typer.Option("--busy-ok", help="Measure although other processes use the machine.")] = False,
+    lock_timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the device lock.")] = 900.0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cell may take.")] = 60.0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for evidence.jsonl, .md, .html and .json.")] = Path(
+        "evidence-out"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of Markdown.")] = False,
+) -> None:
+    """Run today's checks on two builds of the engine and print the before/after table as Markdown, ready to paste.
+
+    A build that aborts, hangs or raises costs its own field of the table and nothing else. The exit code is that of the build
+    after the change: 0 when all of its cells pass, 1 when one is wrong; 4 when there is no before and after to compare.
+
+    Examples:
+
+        decodegate evidence --base HEAD~1 --family nemotron_nas
+
+        decodegate evidence --base v0.3 --head v0.4 --check incremental_logits_match_full_forward
+
+        decodegate evidence --base origin/main --bench smollm2
+    """
+    from harness.builds import BuildError, Builds, Source
+    from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects, unknown
+    from harness.lock import hold
+    from harness.outcomes import exit_code
+    from harness.targets import TargetError, resolve
+    from reports.evidence import write
+
+    try:
+        adapter = resolve(target)
+        known = checks_in("suites.decoding")
+        selection = Selection(families or (), cases or (), checks or (), dtypes or (), layouts or ())
+        selected = subjects(selection, checkpoints or ())
+        for name in selection.checks:
+            if name not in known:
+                raise SelectionError(unknown("check", name, known))
+        matrix = Matrix(target, adapter, selected, selection)
+        cells = sorted((cell for check in known.values() for cell in matrix.cells(check)), key=lambda cell: cell.order)
+    except (SelectionError, TargetError) as error:
+        print(f"decodegate evidence: {error}", file=sys.stderr)
+        raise typer.Exit(ExitCode.USAGE) from None
+    if not cells:
+        print(
+            "decodegate evidence: no cell is selected; `decodegate list cases` and `list checks` show what there is",
+            file=sys.stderr,
+        )
+        raise typer.Exit(ExitCode.USAGE)
+    try:
+        with Builds(Source.find(getattr(adapter, "package", adapter.name), repo)) as builds:
+            before, after = builds.revision(base), builds.revision(head) if head else builds.working_tree()
+            with hold("decodegate evidence", timeout=lock_timeout) as waited:
+                table = _run(before, after, cells, out, seed=seed, timeout_s=timeout, target=target, waited=waited)
+                if bench is not None:
+                    table.speed = _measure(before, after, bench, rounds, busy_ok)
+    except BuildError as error:
+        print(f"decodegate evidence: {error}", file=sys.stderr)
+        raise typer.Exit(ExitCode.BASELINE_RED) from None
+    written = write(table, out)
+    print(written["json" if as_json else "md"].read_text("utf-8"), end="")
+    raise typer.Exit(exit_code(row.after.outcome for row in table.rows))
+
+
+def _run(
+    before: Made, after: Made, cells: list[Cell], out: Path, *, seed: int, timeout_s: float, target: str, waited: float
+) -> Table:
+    from harness.evidence import Evidence
+    from harness.provenance import header
+    from harness.records import Writer
+    from reports.evidence import Table, print_progress
+    from reports.terminal import make_console
+
+    said = make_console(sys.stderr)
+    with Evidence(before, after, seed=seed, timeout_s=timeout_s) as evidence:
+        head = header(" ".join(["decodegate", *sys.argv[1:]]), seed, len(cells), {target: evidence.environment(target)})
+        head.commit, head.dirty, head.builds = after.commit, after.dirty, evidence.described()
+        head.lock_wait_s = round(waited, 3)
+        records = []
+        writer = Writer(out / "evidence.jsonl", head)
+        try:
+            for pair in print_progress(said, evidence.records(cells), len(cells)):
+                for record in pair:
+                    writer.write(record)
+                    records.append(record)
+        finally:
+            writer.close()
+    return Table(head, records)
+
+
+def _measure(before: Made, after: Made, checkpoint: str, rounds: int, busy_ok: bool) -> dict[str, Any]:
+    from harness.evidence import AFTER, BEFORE, measure_speed
+
+    def say(text: str) -> None:
+        print(f"bench: {text}", file=sys.stderr)
+
+    return measure_speed({BEFORE: before, AFTER: after}, checkpoint, rounds=rounds, allow_busy=busy_ok, say=say)
