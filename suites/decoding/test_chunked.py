@@ -29,7 +29,7 @@ def _cuts(case: Case) -> list[list[int]]:
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         around = [[boundary, n - boundary] for boundary in allocation_boundaries(case)]
-        return [*around, [step - 1, 1, 1, step - 1, 1, 1, n - 2 * step - 2], _repeated([97, 5, 1], n)]
+        return [*around, [step - 1, 1, 1, step - 1, 1, 1, n - 2 * step - 2], _repeated([130, 97, 5, 1, 2], n)]
     plans = [
         [n],
         [1, n - 1],
