@@ -74,9 +74,10 @@ def decode(
     stream = _Stream(engine, sequence, logits, Sampler(sampling))
     tokens, rows = [], []
     for _ in range(count):
-        tokens.append(stream.next()[0])
-        rows.append(stream.logits)
-    result = mx.concatenate(rows)
+        token, row = stream.next()
+        tokens.append(token)
+        rows.append(row)
+    result = mx.concatenate([*rows[1:], stream.logits])  # the first row is the caller's
     mx.eval(result, engine.pending_arrays(sequence))
     return tokens, result
 

@@ -146,10 +146,14 @@ class Matrix:
             return
         for subject in self.subjects:
             if check.applies(subject.case):
-                for dtype in self.selection.dtypes or subject.case.dtypes:
-                    for layout in self.selection.layouts or subject.case.layouts:
-                        if layout in subject.case.layouts and check.layout in (None, layout):
+                for layout in self.selection.layouts or subject.case.layouts:
+                    if layout in subject.case.layouts and check.layout in (None, layout):
+                        for dtype in self._dtypes(subject.case, layout):
                             yield Cell(self.target_spec, self.target.name, subject, check, dtype, layout)
+
+    def _dtypes(self, case: Case, layout: str) -> Collection[str]:
+        """A further layout says where the same arithmetic's state is kept: unless asked for, one dtype shows that."""
+        return self.selection.dtypes or (case.dtypes if layout == case.layouts[0] else case.dtypes[:1])
 
 
 def subjects(selection: Selection, checkpoints: Iterable[Path] = ()) -> list[Subject]:

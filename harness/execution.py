@@ -154,8 +154,9 @@ class Execution:
         pending.plans = tuple(
             Plan(schedule, self.seed, vocab, avoid, planted=case.planted) for schedule in cell.check.schedules(case)
         )
-        # Power is a property of check and case; on a real checkpoint it would cost its faults' replays and say nothing new.
-        if self.power and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
+        # Power is a property of check and case: a further layout, or a real checkpoint, would say nothing new.
+        shown_here = cell.layout == (cell.check.layout or case.layouts[0])
+        if self.power and shown_here and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
             pending.faults = cell.check.faults if getattr(target, "faults", None) else ()
         job = Job(
             cell=cell.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pydoc_data.topics
 from pathlib import Path
@@ -49,11 +50,16 @@ def documents() -> list[list[dict[str, str]]]:
     return chats
 
 
-def render(template: Path, messages: list[dict[str, str]], bos: str, **options: Any) -> str:
-    """The text of a chat in a checkpoint's template."""
+@functools.cache
+def _compiled(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # jinja's own escapes for HTML
-    return environment.from_string(template.read_text("utf-8")).render(messages=messages, bos_token=bos, **options)
+    return environment.from_string(template)
+
+
+def render(template: Path, messages: list[dict[str, str]], bos: str, **options: Any) -> str:
+    """The text of a chat in a checkpoint's template."""
+    return _compiled(template.read_text("utf-8")).render(messages=messages, bos_token=bos, **options)
 
 
 def tokenizer(family: str, texts: list[str], vocab: int) -> Tokenizer:

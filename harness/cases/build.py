@@ -1,8 +1,8 @@
 """A case and a seed become a checkpoint directory: config.json and model.safetensors.
 
 Every parameter is random and none is trivially zero or one, so that a parameter that an engine leaves out, adds twice or puts
-in the wrong place moves the logits. Values are rounded to bfloat16 and stored as float32: one file serves all dtypes without a
-rounding that would be counted as the target's error.
+in the wrong place moves the logits. Values are rounded to bfloat16, whatever dtype the file is in: one file serves all compute
+dtypes without a rounding that would be counted as the target's error.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def build(case: Case, seed: int, directory: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         (scratch / "config.json").write_text(config + "\n", "utf-8")
+        tensors = {name: tensor.to(getattr(torch, case.file_dtype)) for name, tensor in tensors.items()}
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         os.rename(scratch, target)
     except OSError:

@@ -29,19 +29,11 @@ def _cuts(case: Case) -> list[list[int]]:
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         around = [[boundary, n - boundary] for boundary in allocation_boundaries(case)]
-        return [*around, [step - 1, 1, 1, step - 1, 1, 1, n - 2 * step - 2], _repeated([97, 5, 1], n)]
-    plans = [
-        [n],
-        [1, n - 1],
-        [n - 1, 1],
-        [n // 2, n - n // 2],
-        _repeated([1, 3, 7], n),
-        _repeated([13, 2, 5], n),
-        _repeated([11, 1], n),
-    ]
+        return [*around, [step - 1, 1, 1, step - 1, 1, 1, n - 2 * step - 2], _repeated([130, 97, 5, 1, 2], n)]
+    plans = [[1, n - 1], [n - 1, 1], _repeated([1, 3, 7], n), _repeated([13, 2, 5], n)]
     if is_short(case):
         plans.append([case.prompt, n - case.prompt])
-    return plans + [_repeated([size], n) for size in (4, 8, 16, 17)]
+    return plans + [_repeated([size], n) for size in (4, 16, 17)]
 
 
 def _by_the_caller(case: Case) -> Sequence[Schedule]:
@@ -53,10 +45,9 @@ def _by_the_engine(case: Case) -> Sequence[Schedule]:
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         return [Schedule((Feed(n, chunk=size), Step(PAST))) for size in (step - 1, step, step + 1, 100, n - 1)]
-    sizes = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, n - 1, n)
-    last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in sizes]
+    last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in (31, n - 1, 16, 7, 3, 1)]
     first = case.prompt if is_short(case) else 5
-    return [*last_rows, Schedule((Feed(n, chunk=7), Step(PAST))), Schedule((Feed(first), Feed(n - first, chunk=9), Step(PAST)))]
+    return [*last_rows, Schedule((Feed(first), Feed(n - first, chunk=9), Step(PAST)))]
 
 
 chunked_prefill_matches_full_forward = Check(

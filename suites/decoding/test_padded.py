@@ -31,5 +31,6 @@ padded_prefill_matches_full_forward = Check(
     schedules=_schedules,
     faults=("padding_enters_the_state", "rope_offset_off_by_one"),
     needs=frozenset({"pad", "all_rows"}),
+    layout="dense",
     counters={"padded_rows": 4},
 )

@@ -42,4 +42,5 @@ rewind_and_go_on_matches_recompute = Check(
     schedules=_schedules,
     faults=("rewind_moves_only_the_counter", "rewind_drops_one_too_few"),
     needs=frozenset({"rewind"}),
+    layout="dense",
 )

@@ -45,6 +45,7 @@ interleaved_sequences_match_recompute = Check(
     schedules=_interleaved,
     faults=("sequences_share_state", "rope_offset_off_by_one"),
     needs=frozenset({"several_sequences"}),
+    layout="dense",
 )
 
 batched_steps_match_solo = Check(
@@ -53,5 +54,6 @@ batched_steps_match_solo = Check(
     schedules=_batched,
     faults=("batch_rows_swapped", "batch_shares_first_offset"),
     needs=frozenset({"several_sequences", "batch"}),
+    layout="dense",
     counters={"batched_rows": 2},
 )

@@ -38,5 +38,6 @@ restored_snapshot_matches_recompute = Check(
     schedules=_schedules,
     faults=("restore_hands_out_the_live_state", "snapshot_lacks_the_last_token"),
     needs=frozenset({"snapshot", "several_sequences"}),
+    layout="dense",
     counters={"snapshots": 1, "restores": 2},
 )
