@@ -252,12 +252,14 @@ def _sum(records: Sequence[Record]) -> str:
     """The text of one field for all of a group's cells: their common words; of those that passed, the worst of each dtype."""
     if len(records) == 1 or any(record.outcome is not Outcome.PASS for record in records):
         return outcome_text(records[0])
+    dtypes = list(dict.fromkeys(record.dtype for record in records))
     texts = []
-    for dtype in dict.fromkeys(record.dtype for record in records):
+    for dtype in dtypes:
         members = [record for record in records if record.dtype == dtype and record.error_ratio is not None]
         if members:
             worst = max(members, key=lambda record: record.error_ratio or 0.0)
-            texts.append(f"{dtype} {figure(worst.max_abs)}, error ratio {figure(worst.error_ratio)} (≤ {figure(worst.bound)})")
+            numbers = f"{figure(worst.max_abs)}, error ratio {figure(worst.error_ratio)} (≤ {figure(worst.bound)})"
+            texts.append(f"{dtype} {numbers}" if len(dtypes) > 1 else numbers)
     return f"pass: max abs difference {'; '.join(texts)}" if texts else "pass"
 
 

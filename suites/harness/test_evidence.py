@@ -62,12 +62,12 @@ def row(report: dict, check: str) -> dict:
         ("os.write(2, b'cache->offset == 3\\n'); os.abort()", "crash", "the process died of SIGABRT; cache->offset == 3"),
         ("kept = [].pop()", "error", "IndexError: pop from empty list"),
         (f"{KEPT} + 1", "fail", "max abs difference"),
-        ("while True: pass", "timeout", "no result after 3 s"),
+        ("while True: pass", "timeout", "no result after 10 s"),
     ],
 )
 def test_what_the_base_did_stands_in_its_column(tmp_path: Path, broken: str, outcome: str, said: str) -> None:
     repository = history(tmp_path, MODEL.replace(KEPT, broken))
-    ran, report = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--timeout", "3")
+    ran, report = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--timeout", "10")
     assert ran.exit_code == ExitCode.OK
     repaired = row(report, REWIND)
     assert (repaired["kind"], repaired["before"]["outcome"], repaired["after"]["outcome"]) == ("repaired", outcome, "pass")
