@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,10 @@ class FixtureTarget(fake.Honest):
         importlib.import_module("engine.model")
         super().load(checkpoint, dtype=dtype, layout=layout)
         return self
+
+
+class WithoutRewind(FixtureTarget):
+    capabilities = replace(FixtureTarget.capabilities, rewind="it keeps no history")
 
 
 class FixtureSession(fake.Session):
