@@ -8,6 +8,7 @@ import json
 import pkgutil
 import re
 import shlex
+import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,8 @@ __all__ = [
 ]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_CONFIG_BYTES = 16 * 2**20
+MAX_CONFIG_BYTES = 4 * 2**20
+MAX_VOCAB = 1 << 24
 _CELL = re.compile(r"([^:\[\]]+)::([^:\[\]/]+/[^:\[\]]+)::([^:\[\]]+)\[([a-z0-9_]+),([a-z0-9_]+)\]\Z")
 
 
@@ -172,7 +174,12 @@ def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
         config = _read_config(path)
         family = str(config.get("model_type", "")).replace("-", "_")
         if not re.fullmatch(r"[a-z0-9_]{1,64}", family):
-            raise SelectionError(f"{path}/config.json: model_type is {config.get('model_type')!r}, not the name of a family")
+            raise SelectionError(
+                f"{path}/config.json: model_type is {config.get('model_type')!r:.80}, not the name of a family"
+            )
+        vocab = config.get("vocab_size")  # prompts are drawn from it before any target has checked the config
+        if type(vocab) is not int or not 2 <= vocab <= MAX_VOCAB:
+            raise SelectionError(f"{path}/config.json: vocab_size must be from 2 to {MAX_VOCAB} (got {vocab!r:.80})")
         base = re.sub(r"[^A-Za-z0-9._-]+", "_", path.resolve().name)[:80]
         name, number = base, 1
         while f"{family}/{name}" in taken:
@@ -186,13 +193,18 @@ def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise SelectionError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a model's config")
-        config = json.loads(file.read_bytes())
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would block
+            raise SelectionError(f"{file}: not a file")
+        with file.open("rb") as opened:
+            data = opened.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise SelectionError(
             f"{file}: {error.strerror}; a checkpoint is a directory with config.json and safetensors"
         ) from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise SelectionError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a model's config")
+    try:
+        config = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SelectionError(f"{file}: not JSON ({error})") from None
     if not isinstance(config, dict):

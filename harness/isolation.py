@@ -93,7 +93,7 @@ class Isolation:
             ran = self._answer(job)
             self._queue.popleft()
             self._sent = max(0, self._sent - 1)
-            if ran.outcome not in (None, Outcome.UNSUPPORTED, Outcome.INFRA):
+            if ran.outcome not in (None, Outcome.UNSUPPORTED, Outcome.INFRA) and not ran.rejected:
                 ran.detail = "\n".join(filter(None, (ran.detail.rstrip(), _tail(job.log))))
             job.log.unlink(missing_ok=True)
             self._done[job.nonce] = ran

@@ -13,6 +13,7 @@ import torch
 import reference_models
 from harness.tokens import TokenStream, special_ids
 from reference_models.loading import load
+from reference_models.recompute import ReferenceError
 
 __all__ = ["Noise", "Oracle", "row_errors"]
 
@@ -51,6 +52,11 @@ class Oracle:
         self.checkpoint = Path(checkpoint)
         self.config, self.weights = load(self.checkpoint)
         self.reference = reference_models.find(str(self.config.get("model_type")))
+        for name, shape in self.reference.parameters(self.config).items():
+            found = self.weights.get(name)
+            if found is None or tuple(found.shape) != tuple(shape):
+                got = "none" if found is None else list(found.shape)
+                raise ReferenceError(f"{self.checkpoint.name}: tensor {name!r} of shape {list(shape)} is needed (got {got})")
         self.vocab = int(self.config["vocab_size"])
         self.cache_bytes = cache_bytes
         self._rows: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-__all__ = ["ExitCode", "Infra", "Outcome", "Refusal", "Unsupported", "exit_code"]
+__all__ = ["ExitCode", "Infra", "Outcome", "Refusal", "Rejected", "Unsupported", "exit_code"]
 
 
 class Outcome(str, Enum):
@@ -38,6 +38,10 @@ class Unsupported(Exception):
 
 class Refusal(Exception):
     """A session refuses one operation by declaration and is as it was; what a schedule's `refuse` waits for, else an error."""
+
+
+class Rejected(Exception):
+    """A target takes the checkpoint for damaged or inconsistent; the text, one line, is all that there is to know."""
 
 
 class Infra(Exception):

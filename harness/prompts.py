@@ -46,10 +46,10 @@ class Source:
 
     @cached_property
     def _metadata(self) -> Mapping[str, Any]:
-        from engine.checkpoint.bounded import read_json
+        from engine.checkpoint.bounded import MAX_CONFIG_BYTES, read_json
         from engine.checkpoint.gguf_header import read_header
 
-        return read_header(self.path).metadata if self.is_gguf else read_json(self.path / "config.json")
+        return read_header(self.path).metadata if self.is_gguf else read_json(self.path / "config.json", MAX_CONFIG_BYTES)
 
     @property
     def family(self) -> str:
@@ -59,17 +59,22 @@ class Source:
     @property
     def context(self) -> int | None:
         """Tokens that the model was made for, where the checkpoint says so."""
-        field = f"{self._metadata.get('general.architecture')}.context_length" if self.is_gguf else "max_position_embeddings"
-        value = self._metadata.get(field)
-        return value if isinstance(value, int) and value > 0 else None
+        return self._integer("context_length" if self.is_gguf else "max_position_embeddings", 1 << 30)
 
     @property
     def vocab(self) -> int:
         """Rows of the embedding."""
-        value = self._metadata.get(f"{self._metadata.get('general.architecture')}.vocab_size" if self.is_gguf else "vocab_size")
-        if isinstance(value, int) and value > 0:
-            return value
+        size = self._integer("vocab_size", 1 << 24)
+        if size is not None:
+            return size
         return self.tokenizer.size if self.tokenizer is not None else 0
+
+    def _integer(self, name: str, most: int) -> int | None:
+        """A field of config.json, or of the metadata's architecture; None where it is not given. Raises ConfigError."""
+        from engine.fields import Fields
+
+        prefix = f"{str(self._metadata.get('general.architecture'))[:80]}." if self.is_gguf else ""
+        return Fields(self._metadata).integer(prefix + name, 1, most, None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -92,15 +97,28 @@ class Source:
 
     def prompts(self, tokens: int, seed: int = 0) -> Prompts:
         """`text` has `tokens` tokens. Without a tokenizer both are random tokens, and a note says so."""
+        from engine.errors import CheckpointError
+
         if self.tokenizer is None:
-            stream = TokenStream(seed, self.vocab, special_ids(self._metadata))
+            try:
+                stream = TokenStream(seed, self.vocab, special_ids(self._metadata))
+            except ValueError as error:
+                raise CheckpointError(f"{self.path.name} has no tokenizer, and {error}") from None
             note = "no tokenizer: prompts are random tokens"
             return Prompts(tuple(stream.tokens(CHAT, 0, range(32))), tuple(stream.tokens(TEXT, 0, range(tokens))), (note,))
         notes = []
         text = self.tokenizer.encode(ENGLISH)
+        chat = self._chat(notes)
+        if not text or not chat:
+            raise CheckpointError(f"the tokenizer of {self.path.name} makes no token of a text; is it the model's own?")
+        if max(*text, *chat) >= self.vocab:
+            raise CheckpointError(
+                f"the tokenizer of {self.path.name} gives token {max(*text, *chat)}, the model has {self.vocab}; "
+                "do they belong together?"
+            )
         if len(text) < tokens:
             notes.append(f"the text has {len(text)} tokens in this vocabulary and is repeated")
-        return Prompts(tuple(self._chat(notes)), tuple((text * (tokens // len(text) + 1))[:tokens]), tuple(notes))
+        return Prompts(tuple(chat), tuple((text * (tokens // len(text) + 1))[:tokens]), tuple(notes))
 
     def _chat(self, notes: list[str]) -> list[int]:
         from engine.prompt.template import ChatTemplate

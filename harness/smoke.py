@@ -23,7 +23,7 @@ from harness.divergence import divergence, identical
 from harness.export import export
 from harness.isolation import Isolation, default_memory_bytes, default_threads
 from harness.oracle import Oracle
-from harness.outcomes import Infra, Outcome
+from harness.outcomes import Infra, Outcome, Rejected
 from harness.prompts import CHAT, TEXT, Prompts, Source
 from harness.records import Record
 from harness.replay import Plan
@@ -95,7 +95,7 @@ def run(
             with lock.hold(f"decodegate smoke {smoke.source}", timeout=smoke.lock_timeout_s, notify=notify) as waited:
                 result.lock_wait_s = waited
                 replayed = _replay(plan, result)
-        except (Infra, EngineError, ReferenceError) as error:
+        except (Infra, Rejected, EngineError, ReferenceError) as error:
             outcome = Outcome.INFRA if isinstance(error, Infra) else Outcome.ERROR
             result.stopped = one_line(error, 1000)
             replayed = {name: Ran(outcome=outcome, message=result.stopped) for name in CHECKS}
@@ -196,6 +196,8 @@ def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
                 faults=(),
             )
             ran[name] = isolation.result(isolation.submit(job))
+            if ran[name].rejected:
+                raise Rejected(ran[name].message)
     return ran
 
 
@@ -241,7 +243,7 @@ def _record(plan: _Plan, cell: Cell, ran: Ran, oracle: _Oracle) -> Record:
     if ran.outcome is None:
         try:
             _judge(plan, ran, record, oracle)
-        except (ValueError, RuntimeError, MemoryError) as error:  # rows that no recompute can be compared with
+        except Exception as error:  # rows, or a checkpoint, that no recompute can be compared with
             record.outcome, record.message = (
                 Outcome.ERROR,
                 f"the rows could not be judged: {type(error).__name__}: {one_line(error)}",

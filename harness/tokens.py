@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 __all__ = ["TokenStream", "special_ids"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -21,11 +19,14 @@ _MASK = (1 << 64) - 1
 
 
 def special_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """Ids that a random prompt must not hold: bos, eos and pad of a config.json (a single id, a list, or null each)."""
+    """Ids that a random prompt must not hold: bos, eos and pad of a config.json (a single id, a list, or null each).
+
+    The config is untrusted: what is no id is left out, and is the loader's to report.
+    """
     found: set[int] = set()
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(name)
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+        found.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int)
     return frozenset(found)
 
 
@@ -60,10 +61,11 @@ class TokenStream:
             return [self.fixed[sequence][position] for position in positions]
         digest = hashlib.blake2b(f"{self.seed}/{sequence}/{branch}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little")
-        allowed = np.setdiff1d(np.arange(self.vocab), np.array(sorted(self.avoid), dtype=int)) if self.avoid else None
-        count = self.vocab if allowed is None else len(allowed)
+        avoid = sorted(token for token in self.avoid if 0 <= token < self.vocab)
         found = []
         for position in positions:
-            pick = _mixed((key + _GOLDEN * (position + 1)) & _MASK) % count
-            found.append(self.planted.get(position, pick if allowed is None else int(allowed[pick])))
+            pick = _mixed((key + _GOLDEN * (position + 1)) & _MASK) % (self.vocab - len(avoid))
+            for token in avoid:  # ascending: the pick-th of the ids that are left
+                pick += pick >= token
+            found.append(self.planted.get(position, pick))
         return found

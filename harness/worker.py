@@ -22,7 +22,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from harness.outcomes import Infra, Outcome, Unsupported
+from harness.outcomes import Infra, Outcome, Rejected, Unsupported
 from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
 from harness.targets import resolve
@@ -104,6 +104,7 @@ class Ran:
     outcome: Outcome | None = None
     message: str = ""
     detail: str = ""
+    rejected: bool = False  # the target does not take the checkpoint, for the reason in `message`
     replays: list[Replay] = field(default_factory=list)
     faults: dict[str, list[Replay] | str] = field(default_factory=dict)  # text: why this fault gave no numbers
     environment: dict[str, str] = field(default_factory=dict)
@@ -160,6 +161,8 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
         return Ran(proof(request.nonce, []), Outcome.UNSUPPORTED, one_line(error))
     except Infra as error:
         return Ran(proof(request.nonce, []), Outcome.INFRA, one_line(error))
+    except Rejected as error:
+        return Ran(proof(request.nonce, []), Outcome.ERROR, one_line(error), rejected=True)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         models.forget()  # the model may be what broke
         return Ran(

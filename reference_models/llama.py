@@ -54,7 +54,7 @@ def _shape(config: Config) -> _Shape:
         raise ReferenceError(f"config field 'num_key_value_heads' ({kv_heads}) must divide num_attention_heads ({heads})")
     if head_dim % 2 or not head_dim:
         raise ReferenceError(f"config field 'head_dim' must be even (got {head_dim})")
-    if config.get("hidden_act", "silu") != "silu":
+    if (config.get("hidden_act") or "silu") != "silu":
         raise ReferenceError(f"config field 'hidden_act' must be 'silu' (got {config['hidden_act']!r})")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise ReferenceError(
@@ -68,7 +68,7 @@ def _shape(config: Config) -> _Shape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=_positive(config, "vocab_size"),
-        eps=float(config.get("rms_norm_eps", 1e-6)),
+        eps=float(1e-6 if config.get("rms_norm_eps") is None else config["rms_norm_eps"]),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", False)),

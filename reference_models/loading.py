@@ -42,7 +42,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise ReferenceError(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReferenceError(f"{path.name} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ReferenceError(f"{path.name} must hold an object (got {type(value).__name__})")
@@ -51,16 +51,27 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _directory(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config = _json(path / "config.json")
-    index = path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise ReferenceError(f"{index.name}: 'weight_map' must map to file names beside it (got {names[:3]!r})")
     weights: dict[str, torch.Tensor] = {}
-    for name in names:
+    for name in _files(path):
         weights.update(load_file(path / name))
     return config, weights
+
+
+def _files(path: Path) -> list[str]:
+    """The one file of a checkpoint goes before an index, which may be left over from another; a single file may have any name."""
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    if not index.is_file():
+        found = sorted(file.name for file in path.glob("*.safetensors"))
+        if len(found) != 1:
+            raise ReferenceError(f"{path.name} has {len(found)} safetensors files and no {index.name}")
+        return found
+    shards = _json(index).get("weight_map")
+    names = list(shards.values()) if isinstance(shards, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ReferenceError(f"{index.name}: 'weight_map' must map to file names beside it (got {shards!r:.80})")
+    return sorted(set(names))
 
 
 _GGUF_NAMES = {

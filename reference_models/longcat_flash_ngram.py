@@ -129,7 +129,7 @@ def _shape(config: Config) -> _Shape:
         zero_experts=_count(config, "zero_expert_num", 0) if config.get("zero_expert_num") is not None else 0,
         topk=_count(config, "moe_topk"),
         vocab=_count(config, "vocab_size"),
-        eps=float(config.get("rms_norm_eps", 1e-5)),
+        eps=float(1e-5 if config.get("rms_norm_eps") is None else config["rms_norm_eps"]),
         router_bias=bool(config.get("router_bias", False)),
         neighbours=_count(config, "emb_neighbor_num", 2),
         splits=_count(config, "emb_split_num"),

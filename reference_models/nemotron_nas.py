@@ -98,7 +98,7 @@ def _shape(config: Config) -> _Shape:
         raise ReferenceError(
             f"config field 'hidden_size' must be an even multiple of num_attention_heads {heads} (got {hidden})"
         )
-    if config.get("hidden_act", "silu") != "silu":
+    if (config.get("hidden_act") or "silu") != "silu":
         raise ReferenceError(f"config field 'hidden_act' must be 'silu' (got {config['hidden_act']!r})")
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
@@ -113,7 +113,7 @@ def _shape(config: Config) -> _Shape:
         heads=heads,
         head_dim=hidden // heads,
         vocab=_positive(config, "vocab_size"),
-        eps=float(config.get("rms_norm_eps", 1e-5)),
+        eps=float(1e-5 if config.get("rms_norm_eps") is None else config["rms_norm_eps"]),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
 

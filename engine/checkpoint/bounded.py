@@ -11,7 +11,8 @@ from engine.errors import CheckpointError
 
 __all__ = ["one_line", "parse_json", "read_bounded", "read_json", "shown"]
 
-MAX_JSON_BYTES = 16 << 20  # an index of 91,000 tensors has 8 MiB; configs have a few KiB
+MAX_JSON_BYTES = 16 << 20  # an index of 91,000 tensors has 8 MiB
+MAX_CONFIG_BYTES = 4 << 20  # published configs have up to 100 KiB
 MAX_JSON_DEPTH = 32  # published configs nest 5 deep
 _INTEGER_LIMIT = 1 << 63
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from engine import models
 from engine.checkpoint import directory, gguf_header, gguf_llama, hub
-from engine.checkpoint.bounded import one_line, read_json, shown
+from engine.checkpoint.bounded import MAX_CONFIG_BYTES, one_line, read_json, shown
 from engine.checkpoint.read import COMPUTE_DTYPES, read_tensor
 from engine.checkpoint.tensors import TensorHeader, account
 from engine.errors import CheckpointError, ConfigError, Refused
@@ -80,7 +80,7 @@ def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
 
 
 def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
-    raw = read_json(path / "config.json")
+    raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
     model_type = _model_type(raw)
     for name in ("quantization", "quantization_config", "compression_config"):  # MLX's and transformers' spellings
         if raw.get(name) is not None:

@@ -28,6 +28,8 @@ ITEM_BITS = {
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """All tensors of the file by name. Raises CheckpointError, which names the file and the tensor at fault."""
     try:
+        if not path.is_file():  # a pipe would block
+            raise CheckpointError(f"{path} is not a file; is the checkpoint complete?")
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)

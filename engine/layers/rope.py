@@ -48,6 +48,7 @@ class RopeConfig:
         Raises ConfigError (missing, out of bounds, contradictory) or Refused (a rope type that is not supported).
         """
         fields = Fields(raw)
+        _refuse_partial(fields)
         found = {}
         if fields.has("rope_parameters"):
             found["rope_parameters"] = _from_section(fields, fields.section("rope_parameters"), default_theta)
@@ -64,13 +65,18 @@ def _theta(fields: Fields, default: float) -> float:
     return fields.number("rope_theta", 1.0 + 1e-6, 1e15, default)
 
 
+def _refuse_partial(fields: Fields) -> None:
+    """In a section of its own spelling, or directly in the config as older ones have it."""
+    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+        raise fields.error("partial_rotary_factor", "must be 1, partial rotation is not supported")
+
+
 def _from_section(fields: Fields, rope: Fields, default_theta: float) -> RopeConfig:
     if any(isinstance(value, Mapping) for value in rope.raw.values()):
         raise rope.error("rope_type", "must stand directly in the section; parameters by layer type are not supported")
     rope_type = rope.choice("rope_type", _TYPES, rope.choice("type", _TYPES, "default"))
     theta = _theta(rope, _theta(fields, default_theta))
-    if rope.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise rope.error("partial_rotary_factor", "must be 1, partial rotation is not supported")
+    _refuse_partial(rope)
     if rope_type == "default":
         return RopeConfig(rope_theta=theta)
     if rope_type == "linear":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +15,17 @@ __all__ = ["Tokenizer"]
 
 MAX_FILE_BYTES = 128 << 20  # vocabularies of 2^18 tokens have 33 MB
 MAX_TEXT_BYTES = 64 << 20
+
+
+@contextlib.contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """The library reports damage as a bare Exception, and some damage as a Rust panic, which is a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{what}: {' '.join(str(error).split())[:200]}") from None
 
 
 class Tokenizer:
@@ -34,13 +46,8 @@ class Tokenizer:
         """Reads tokenizer.json. Raises CheckpointError (damaged) or Refused (a decoder that cannot stream)."""
         if path.stat().st_size > MAX_FILE_BYTES:
             raise CheckpointError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-        try:
+        with _failing_as(f"{path} is no valid tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as error:
-            # The library reports damage as a bare Exception, and some damage as a Rust panic, which is a BaseException.
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
-            raise CheckpointError(f"{path} is no valid tokenizer: {' '.join(str(error).split())[:200]}") from None
         backend.no_padding()
         backend.no_truncation()
         return cls(backend)
@@ -56,7 +63,8 @@ class Tokenizer:
             raise EngineError(f"the text has a lone surrogate at character {error.start}; pass valid UTF-8") from None
         if size > MAX_TEXT_BYTES:
             raise EngineError(f"the text has {size} bytes, the limit is {MAX_TEXT_BYTES}")
-        ids = self._backend.encode(text, add_special_tokens=specials).ids
+        with _failing_as("the tokenizer cannot encode the text"):
+            ids = self._backend.encode(text, add_special_tokens=specials).ids
         return self._prefix + ids if specials else ids
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:

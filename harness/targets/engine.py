@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness import faults
-from harness.outcomes import Refusal, Unsupported
+from harness.outcomes import Refusal, Rejected, Unsupported
 from harness.target import Capabilities, GreedyResult, Loaded, Session
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class EngineTarget:
 
     def load(self, checkpoint: Path, *, dtype: str, layout: str) -> Loaded:
         from engine.checkpoint import load
-        from engine.errors import Refused
+        from engine.errors import CheckpointError, Refused
         from engine.models import family
         from engine.state import SequenceStateLayout
 
@@ -69,6 +69,8 @@ class EngineTarget:
             return _LoadedModel(model, SequenceStateLayout(layout))
         except Refused as error:
             raise Unsupported(str(error)) from None
+        except CheckpointError as error:
+            raise Rejected(str(error)) from None
 
 
 class _LoadedModel:

@@ -1,6 +1,7 @@
 """Directories of safetensors: what loads, and that whatever is wrong with them is a one-line EngineError."""
 
 import json
+import os
 
 import mlx.core as mx
 import numpy as np
@@ -277,6 +278,15 @@ def test_directories_without_weights_say_what_is_missing(tmp_path):
     for name in ("a", "b"):
         write_safetensors(path / f"{name}.safetensors", *header_and_data({}))
     assert "index" in failure(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_a_file_is_an_error_and_is_not_waited_for(tmp_path):
+    path = write_directory(tmp_path / "m")
+    for name in ("model.safetensors", "config.json"):
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        assert "is not a file" in failure(path)
 
 
 @pytest.mark.parametrize("source", ["nowhere", "no/such/place", "missing.gguf", "a/missing.gguf", "", "x\ny"])

@@ -227,3 +227,19 @@ def test_damaged_tokenizer_files_are_one_line_errors(tmp_path):
         with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
             Tokenizer.from_file(path)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern"),
+    [
+        (models.WordLevel(vocab={"a": 0}, unk_token="not there"), r"\s"),  # an Exception of the library
+        (models.WordLevel(vocab={"a": 0}, unk_token="a"), r"(([a-z ]+)+)+#"),  # a panic, which is a BaseException
+    ],
+)
+def test_a_tokenizer_that_fails_on_a_text_is_a_one_line_error(tmp_path, model, pattern):
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"cannot encode the text: [^\n]+\Z"):
+        Tokenizer.from_file(tmp_path / "tokenizer.json").encode("the quick brown fox jumps over the lazy dog " * 9)

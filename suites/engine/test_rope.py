@@ -148,3 +148,9 @@ def test_rotation_turns_pairs_that_are_half_a_head_apart():
     z = (x[..., : DIM // 2] + 1j * x[..., DIM // 2 :]) * np.exp(1j * np.outer(positions, inv_freq()))[:, None]
     np.testing.assert_allclose(got, np.concatenate([z.real, z.imag], -1), atol=1e-6)
     assert rotate(mx.array(x).astype(mx.bfloat16), *Rope(RopeConfig(), DIM).tables(positions)).dtype == mx.bfloat16
+
+
+@pytest.mark.parametrize("section", [{}, {"rope_parameters": {"rope_type": "default"}}, {"rope_scaling": {"type": "default"}}])
+def test_partial_rotation_is_refused_wherever_it_stands(section):
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        RopeConfig.from_dict({**section, "partial_rotary_factor": 0.5})

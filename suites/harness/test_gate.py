@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from decodegate.cli import app
 from decodegate.commands.gate import plugin_is_installed
+from harness.cases import find
+from harness.cases.build import build
 from harness.outcomes import ExitCode
 from harness.records import Record, load
 from suites.harness.runs import FAKE, REPEAT, REWIND, environment, gate_command
@@ -61,6 +63,33 @@ def test_a_failure_is_shown_with_a_command_that_shows_it_again(tmp_path: Path) -
     assert program == "decodegate"
     assert again.exit_code == ExitCode.WRONG
     assert "DRIFT" in again.output
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "JSON object"), ("{", "not JSON"), ('{"a":' * 100_000, "not JSON"), ('{"model_type": "../x"}', "model_type"),
+        ('{"model_type": "llama"}', "vocab_size"), ('{"model_type": "llama", "vocab_size": 1e9}', "vocab_size"),
+        ('{"model_type": "llama", "vocab_size": 99999999999}', "vocab_size"), (" " * (5 << 20), "larger than"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_can_be_no_case_is_a_usage_error_in_one_line(
+    tmp_path: Path, content: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    code, text = gate(tmp_path / "out", "--checkpoint", str(tmp_path))
+    shown = (text + capfd.readouterr().err).strip()
+    assert code == ExitCode.USAGE
+    assert said in shown and "\n" not in shown
+
+
+def test_a_damaged_checkpoint_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    damaged = build(find("llama/gqa"), 0, tmp_path)
+    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-1])
+    code, _ = gate(tmp_path / "out", "--checkpoint", str(damaged), f"--check={REPEAT}", f"--case=llama/{damaged.name}")
+    assert code == ExitCode.WRONG
+    for record in load(tmp_path / "out" / "gate.jsonl")[1]:
+        assert record.outcome == "error" and "model.safetensors" in record.message and not record.detail
 
 
 @pytest.mark.parametrize(

@@ -152,3 +152,16 @@ def test_special_ids_come_as_number_list_or_null() -> None:
 def test_a_vocabulary_without_a_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="no choice"):
         TokenStream(0, 3, frozenset({0, 1}))
+
+
+def test_ids_that_are_no_ids_are_left_out() -> None:
+    assert special_ids({"bos_token_id": {"a": 1}, "eos_token_id": [2, "3", True, [4]], "pad_token_id": 1.5}) == {2}
+
+
+@pytest.mark.parametrize("avoid", [frozenset(), frozenset({0, 1, 5}), frozenset({15, 7, 99, -3})])
+def test_every_id_but_those_to_avoid_is_drawn(avoid: frozenset[int]) -> None:
+    assert set(TokenStream(0, 16, avoid).tokens("a", 0, range(600))) == set(range(16)) - avoid
+
+
+def test_a_stream_of_any_vocabulary_takes_no_memory_for_it() -> None:
+    assert max(TokenStream(0, 1 << 60, frozenset({2})).tokens("a", 0, range(8))) > 1 << 40

@@ -120,9 +120,46 @@ def test_damaged_checkpoint_is_an_error_in_one_line(tiny, tmp_path):
     shutil.copytree(tiny, damaged)
     weights = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    _, records = run(damaged)
-    assert all(record.outcome is Outcome.ERROR and "\n" not in record.message for record in records.values())
-    assert "model.safetensors" in records[ANSWERS].message
+    result, records = run(damaged)
+    assert all(record.outcome is Outcome.ERROR and not record.detail for record in records.values())
+    assert {record.message for record in records.values()} == {result.stopped}
+    assert result.stopped.startswith("model.safetensors") and "\n" not in result.stopped
+
+
+def changed(tiny: Path, directory: Path, **fields) -> Path:
+    shutil.copytree(tiny, directory)
+    config = json.loads((directory / "config.json").read_text()) | fields
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"vocab_size": 2}, "leaves no choice"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_hidden_layers": 30}, "missing"),
+    ],
+)
+def test_config_that_cannot_be_right_is_an_error_in_one_line(tiny, tmp_path, fields, said):
+    result, records = run(changed(tiny, tmp_path / "changed", **fields))
+    assert {record.outcome for record in records.values()} == {Outcome.ERROR}
+    assert said in result.stopped and "\n" not in result.stopped
+
+
+@pytest.mark.parametrize(("vocabulary", "said"), [({}, "makes no token"), ({"a": 0, "t": 5000}, "5000")])
+def test_tokenizer_of_another_model_is_an_error_in_one_line(tiny, tmp_path, vocabulary, said):
+    import tokenizers
+
+    strange = changed(tiny, tmp_path / "strange")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(strange / "tokenizer.json"))
+    result, records = run(strange)
+    assert {record.outcome for record in records.values()} == {Outcome.ERROR}
+    assert said in result.stopped and "\n" not in result.stopped
 
 
 def test_hub_id_without_network_is_infra_that_says_what_to_do(tmp_path, monkeypatch):

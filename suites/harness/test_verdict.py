@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from harness.target import GreedyResult, Row
 from harness.tokens import special_ids
 from harness.tolerance import TABLE
 from harness.verdict import SERIES_POINTS, Verdict, judge
+from reference_models.recompute import ReferenceError
 
 LENGTH, VOCAB = 40, 128
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -303,3 +306,12 @@ def test_tokens_outside_the_vocabulary_are_refused(oracle: Oracle) -> None:
 def test_every_bound_stands_between_measured_good_and_measured_broken(dtype: str) -> None:
     bound = TABLE[dtype]
     assert 0 < 1.5 * bound.good < bound.k < bound.broken / 2 and bound.seeds >= 20 and bound.reason
+
+
+def test_an_oracle_needs_every_tensor_in_the_shape_that_its_config_says(oracle, tmp_path):
+    shutil.copytree(oracle.checkpoint, tmp_path / "wrong")
+    config = json.loads((tmp_path / "wrong/config.json").read_text())
+    for field, value in (("num_hidden_layers", config["num_hidden_layers"] + 1), ("intermediate_size", 8)):
+        (tmp_path / "wrong/config.json").write_text(json.dumps(config | {field: value}))
+        with pytest.raises(ReferenceError, match="tensor 'model.layers"):
+            Oracle(tmp_path / "wrong")

@@ -102,6 +102,41 @@ def test_shards_load_like_one_file(checkpoint: Path, tmp_path: Path) -> None:
     assert all(torch.equal(sharded[name], weights[name]) for name in names)
 
 
+def test_one_file_goes_before_an_index_that_was_left_over(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    assert load(tmp_path)[1].keys() == load(checkpoint)[1].keys()
+
+
+def test_a_single_file_may_have_any_name(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    with pytest.raises(ReferenceError, match="0 safetensors files"):
+        load(tmp_path)
+    shutil.copy(checkpoint / "model.safetensors", tmp_path / "weights.safetensors")
+    assert load(tmp_path)[1].keys() == load(checkpoint)[1].keys()
+
+
+@pytest.mark.parametrize("shards", [None, [1], {}, {"x": 5}, "x"])
+def test_a_weight_map_that_is_no_map_is_a_reference_error(checkpoint: Path, tmp_path: Path, shards: object) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ReferenceError, match="weight_map"):
+        load(tmp_path)
+
+
+def test_a_config_that_nests_without_end_is_a_reference_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ReferenceError, match="not JSON"):
+        load(tmp_path)
+
+
+def test_null_in_a_config_means_the_default(checkpoint: Path) -> None:
+    config, weights = load(checkpoint)
+    spelled = config | {"rms_norm_eps": None, "hidden_act": None}
+    absent = {name: value for name, value in config.items() if name not in ("rms_norm_eps", "hidden_act")}
+    assert torch.equal(llama.logits(spelled, weights, [1, 2]), llama.logits(absent, weights, [1, 2]))
+
+
 def test_an_index_cannot_point_outside_its_directory(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copy(checkpoint / "config.json", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
