@@ -50,7 +50,7 @@ class SecondLlama:
         frequency, self.magnitude = llama._inverse_frequencies(config, self.shape.head_dim, torch.float64)
         if not config.get("rope_scaling") and not config.get("rope_parameters"):
             half = self.shape.head_dim // 2
-            step = torch.tensor(math.log(config["rope_theta"]) / half, dtype=torch.float32)
+            step = torch.tensor(math.log(config.get("rope_theta", 10000.0)) / half, dtype=torch.float32)
             frequency = torch.exp(-torch.arange(half, dtype=torch.float32) * step)
         self.frequency = frequency.to(torch.float32)
         self.caches: dict[str, _Cache] = {}
