@@ -106,7 +106,7 @@ class Source:
                 raise CheckpointError(f"{self.path.name} has no tokenizer, and {error}") from None
             note = "no tokenizer: prompts are random tokens"
             return Prompts(tuple(stream.tokens(CHAT, 0, range(32))), tuple(stream.tokens(TEXT, 0, range(tokens))), (note,))
-        notes = []
+        notes: list[str] = []
         text = self.tokenizer.encode(ENGLISH)
         chat = self._chat(notes)
         if not text or not chat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -26,6 +27,7 @@ SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
 PREVIOUS = "previous.jsonl"  # the records that a rerun goes by; the run itself writes a new gate.jsonl
 SMOKE = "smollm2"
+MOST_JOBS = 8  # by default: each process holds torch and MLX, which take 1 GB
 
 
 class Isolate(str, Enum):
@@ -53,7 +55,10 @@ def gate(
     checkpoint: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint as a further case (repeatable).")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes; each has a worker of its own beside it.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Processes, each with a worker beside it. Default: cores, at most 8."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where records and reports go.")] = Path("gate-out"),
     seed: Annotated[int, typer.Option(help="Of weights, tokens and the shuffled order.")] = 0,
     shuffle: Annotated[bool, typer.Option("--shuffle", help="Run cells in an order drawn from the seed.")] = False,
@@ -88,6 +93,7 @@ def gate(
         f"--gate-record={out / RECORDS}",
     ]
     arguments += ["--gate-shuffle"] * shuffle + [f"--gate-build={build}"] * (build is not None)
+    jobs = jobs or min(MOST_JOBS, os.cpu_count() or 1)
     arguments += [f"--numprocesses={jobs}"] if jobs > 1 else []
     previous = _previous(out) if rerun_failed else None
     arguments += [f"--gate-rerun-failed={previous}"] if previous else []
