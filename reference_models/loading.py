@@ -58,7 +58,7 @@ def _directory(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _files(path: Path) -> list[str]:
-    """The one file of a checkpoint goes before an index, which may be left over from another; a single file may have any name."""
+    """The one file of a checkpoint goes before an index, which may be left over; a single file may have any name."""
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
         return ["model.safetensors"]
