@@ -36,6 +36,7 @@ _BASE: dict[str, Any] = {
 }
 
 _ALSO_FLOAT16 = frozenset({"gqa", "yarn"})  # a third dtype on one plain and one scaled rope; on all it would show no more
+# llama needs no layout of its own; it shows that any family may have one
 _ALSO_MODEL_OWNED = frozenset(
     {"gqa", "biased", "long"}
 )  # llama needs no layout of its own; it shows that any family may have one
