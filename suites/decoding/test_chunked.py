@@ -45,7 +45,7 @@ def _by_the_engine(case: Case) -> Sequence[Schedule]:
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         return [Schedule((Feed(n, chunk=size), Step(PAST))) for size in (step - 1, step, step + 1, 100, n - 1)]
-    last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in (31, n - 1, 16, 7, 3, 1)]
+    last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in (31, n - 1, 16, 7, 3)]
     first = case.prompt if is_short(case) else 5
     return [*last_rows, Schedule((Feed(first), Feed(n - first, chunk=9), Step(PAST)))]
 
