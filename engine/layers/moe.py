@@ -73,6 +73,9 @@ class PlainExperts:
         out = mx.zeros(x.shape, mx.float32)
         if not order.size:
             return out
+        if x.shape[0] == 1:  # one token: nothing to group, gather or scatter
+            parts = [self.experts[chosen[choice]](x) * weights[:, int(choice), None] for choice in order]
+            return sum(parts, out)
         tokens = order // ids.shape[1]
         occupied, starts = np.unique(chosen[order], return_index=True)
         parts = []

@@ -82,7 +82,7 @@ def _case(
 
 CASES = [
     _case("n2_k1", "one table, of pairs", emb_neighbor_num=2, emb_split_num=1),
-    _case("n3_k2", "two tables each of pairs and triples", dtypes=longcat_flash.ROUNDED, emb_neighbor_num=3),
+    _case("n3_k2", "two tables each of pairs and triples", emb_neighbor_num=3),
     _case("n4_k1", "one table each of pairs, triples and quadruples", emb_split_num=1),
     _case("n4_k2", "two tables each of pairs, triples and quadruples", dtypes=longcat_flash.ROUNDED),
     _case("eos_in_prompt", "EOS alone, twice in a row, and with one token between", eos=(9, 20, 21, 34, 36)),

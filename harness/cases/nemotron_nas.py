@@ -61,7 +61,9 @@ def _heads(group: int) -> dict[str, Any]:
 def _case(name: str, stresses: str, *layers: tuple[dict[str, Any], dict[str, Any]]) -> Case:
     blocks = [{"attention": _ATTENTION | attention, "ffn": _FFN | ffn} for attention, ffn in layers]
     config = _BASE | {"num_hidden_layers": len(blocks), "block_configs": blocks}
-    return Case("nemotron_nas", name, stresses, config, layouts=("dense", "model_owned"))
+    # What rounding does two cases show; the others are about what is computed, which float32 shows best.
+    dtypes = ("float32", "bfloat16") if name in ("linear_first", "mixed_gqa") else ("float32",)
+    return Case("nemotron_nas", name, stresses, config, layouts=("dense", "model_owned"), dtypes=dtypes)
 
 
 CASES = [

@@ -40,5 +40,5 @@ def for_others(name: str) -> Callable[[Case], bool]:
 
 
 def named(name: str, check: Check, applies: Callable[[Case], bool]) -> Check:
-    """The check under another name, on these cases alone."""
-    return replace(check, name=name, applies=applies)
+    """The check under another name, on these cases alone, in all layouts."""
+    return replace(check, name=name, applies=applies, layout=None)

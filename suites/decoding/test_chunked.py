@@ -45,7 +45,7 @@ def _by_the_engine(case: Case) -> Sequence[Schedule]:
     if crosses_allocation(case):
         step = ALLOCATION_STEP
         return [Schedule((Feed(n, chunk=size), Step(PAST))) for size in (step - 1, step, step + 1, 100, n - 1)]
-    last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in (31, n - 1, 16, 7, 3, 1)]
+    last_rows = [Schedule((Feed(n, chunk=size), Step(1))) for size in (31, n - 1, 16, 7, 3)]
     first = case.prompt if is_short(case) else 5
     return [*last_rows, Schedule((Feed(first), Feed(n - first, chunk=9), Step(PAST)))]
 
@@ -56,6 +56,7 @@ chunked_prefill_matches_full_forward = Check(
     schedules=_by_the_caller,
     faults=("mask_missing_on_later_chunks", "rope_offset_off_by_one"),
     needs=frozenset({"all_rows"}),
+    layout="dense",  # a model that owns its state is fed in pieces with empty slices, and cut by the engine
     applies=for_others("chunked_prefill_matches_full_forward"),
 )
 

@@ -22,4 +22,5 @@ repeat_is_deterministic = Check(
     schedules=_schedules,
     faults=("noise_in_logits", "stale_state_after_close"),
     repeats=True,
+    layout="dense",  # what a run leaves behind in a model that owns its state, consecutive runs show
 )
