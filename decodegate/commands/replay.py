@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ import typer
 from harness.outcomes import ExitCode
 
 if TYPE_CHECKING:
-    from harness.cells import Cell
+    from harness.cells import Cell, Subject
     from harness.records import Record
     from harness.verdict import JudgedRow
 
@@ -81,13 +81,13 @@ def replay(
 
 def _cell(text: str, target_spec: str | None, checkpoint: Path | None, schedules: list[str] | None) -> Cell:
     """The cell of an id; raises SelectionError, TargetError or ScheduleError, which say what there is."""
-    from harness.cells import Cell, Selection, SelectionError, checks_in, parse_cell_id, subjects, unknown
+    from harness.cells import Cell, SelectionError, checks_in, parse_cell_id, unknown
     from harness.check import Check
     from harness.schedule import Schedule
     from harness.targets import resolve
 
     target, case, check_name, dtype, layout = parse_cell_id(text)
-    (subject,) = subjects(Selection(cases=[case], dtypes=[dtype], layouts=[layout]), [checkpoint] if checkpoint else [])
+    subject = _subject(case, dtype, layout, checkpoint)
     spec = target_spec or target
     if schedules:
         parsed = [Schedule.parse(schedule) for schedule in schedules]
@@ -98,6 +98,22 @@ def _cell(text: str, target_spec: str | None, checkpoint: Path | None, schedules
             raise SelectionError(unknown("check", check_name, checks))
         check = checks[check_name]
     return Cell(spec, resolve(spec).name, subject, check, dtype, layout)
+
+
+def _subject(case: str, dtype: str, layout: str, checkpoint: Path | None) -> Subject:
+    """The tiny case, or the checkpoint under the name that the id gives it: a run with several may have numbered it."""
+    from harness.cells import Selection, SelectionError, checkpoint_subjects, subjects
+
+    if checkpoint is None:
+        (subject,) = subjects(Selection(cases=[case], dtypes=[dtype], layouts=[layout]))
+        return subject
+    (subject,) = checkpoint_subjects([checkpoint])
+    family, name = case.split("/")
+    if family != subject.case.family:
+        raise SelectionError(f"{checkpoint} is of the {subject.case.family} family, the cell is of {family}")
+    named = replace(subject.case, name=name)
+    Selection(dtypes=[dtype], layouts=[layout]).validate([named])
+    return replace(subject, case=named)
 
 
 def _show(record: Record, rows: list[JudgedRow]) -> None:
