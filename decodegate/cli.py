@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import pkgutil
 import sys
 
@@ -10,6 +12,8 @@ import typer
 
 from decodegate import commands
 from harness.outcomes import ExitCode, Infra
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 app = typer.Typer(
     name="decodegate",
@@ -33,10 +37,17 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(commands.__
 
 def main() -> None:
     """Console script. What surroundings lack ends with TEMPORARY and one line on stderr, never a traceback."""
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         app()
     except Infra as error:
         print(f"decodegate: infra: {error}", file=sys.stderr)
+        raise SystemExit(int(ExitCode.TEMPORARY)) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"decodegate: infra: cannot write: {error.strerror}; make room, or write to another place", file=sys.stderr)
         raise SystemExit(int(ExitCode.TEMPORARY)) from None
 
 

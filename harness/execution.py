@@ -20,7 +20,7 @@ from harness.check import POWER
 from harness.isolation import Isolation
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
-from harness.records import Record
+from harness.records import Record, utf8
 from harness.replay import Plan, Replay
 from harness.target import Target
 from harness.targets import resolve
@@ -217,5 +217,5 @@ def _counters(replays: Sequence[Replay]) -> dict[str, int]:
 
 def _broken(what: str, error: Exception) -> Ran:
     return Ran(
-        outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=traceback.format_exc()
+        outcome=Outcome.ERROR, message=f"{what}: {type(error).__name__}: {one_line(error)}", detail=utf8(traceback.format_exc())
     )

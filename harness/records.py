@@ -117,7 +117,7 @@ class Writer:
 
 def encode(value: Header | Record) -> str:
     """One line of strict JSON. JSON has no infinities: they become the largest finite number, and NaN becomes null."""
-    return json.dumps(_finite(asdict(value)), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(_storable(asdict(value)), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def decode(line: str) -> Record:
@@ -125,16 +125,23 @@ def decode(line: str) -> Record:
     return _record(_parse(line.encode(), "record"), "record")
 
 
-def _finite(value: Any) -> Any:
+def _storable(value: Any) -> Any:
     if isinstance(value, Outcome):
         return value.value
     if isinstance(value, float):
         return value if math.isfinite(value) else None if math.isnan(value) else math.copysign(sys.float_info.max, value)
+    if isinstance(value, str):
+        return utf8(value)
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {utf8(str(key)): _storable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_storable(item) for item in value]
     return value
+
+
+def utf8(text: str) -> str:
+    """The text, with lone surrogates spelled out: a target's exception may hold some, and no file or pipe takes them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from harness.outcomes import Infra, Outcome, Rejected, Unsupported
+from harness.records import utf8
 from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
 from harness.targets import resolve
@@ -166,7 +167,7 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         models.forget()  # the model may be what broke
         return Ran(
-            proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", traceback.format_exc()
+            proof(request.nonce, []), Outcome.ERROR, f"{type(error).__name__}: {one_line(error)}", utf8(traceback.format_exc())
         )
 
 
@@ -253,7 +254,7 @@ def redirect(log: Path, title: str) -> None:
 
 
 def one_line(error: BaseException, limit: int = 500) -> str:
-    text = " ".join(str(error).split())
+    text = utf8(" ".join(str(error).split()))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

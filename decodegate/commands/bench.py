@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from decodegate.output import writable_file
+
 __all__ = ["register"]
 
 DEFAULT_PEERS = "mlx_lm:bfloat16,mlx_lm:float32,transformers:float32"
@@ -33,7 +35,9 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, max=200, help="Interleaved rounds; 6 or more give a 95 % interval.")] = 6,
     busy_ok: Annotated[bool, typer.Option("--busy-ok", help="Measure although other processes use the machine.")] = False,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the device lock.")] = 900.0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the raw samples as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=writable_file, help="Write the raw samples as JSON.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the raw samples as JSON instead of the table.")] = False,
 ) -> None:
     """Measure decode and prefill speed against peers: same weights, same machine, interleaved rounds, under the device lock.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from decodegate.output import writable_directory
 from harness.outcomes import ExitCode
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = ["plugin_is_installed", "register"]
 SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
 PREVIOUS = "previous.jsonl"  # the records that a rerun goes by; the run itself writes a new gate.jsonl
+FINISHED = (0, 1, 5)  # pytest's exit codes of a run that got to its end: all passed, some failed, none selected
 MOST_JOBS = 8  # by default: each process holds torch and MLX, which take 1 GB
 
 
@@ -58,7 +60,9 @@ def gate(
         int | None,
         typer.Option("--jobs", "-j", min=1, help="Processes, each with a worker beside it. Default: cores, at most 8."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where records and reports go.")] = Path("gate-out"),
+    out: Annotated[Path, typer.Option(metavar="DIR", callback=writable_directory, help="Where records and reports go.")] = Path(
+        "gate-out"
+    ),
     seed: Annotated[int, typer.Option(help="Of weights, tokens and the shuffled order.")] = 0,
     shuffle: Annotated[bool, typer.Option("--shuffle", help="Run cells in an order drawn from the seed.")] = False,
     isolate: Annotated[Isolate, typer.Option(help="A process for many cells, or one for each.")] = Isolate.WORKER,
@@ -104,7 +108,7 @@ def gate(
         status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
         if status == pytest.ExitCode.USAGE_ERROR:
             raise typer.Exit(int(ExitCode.USAGE))
-        if with_smoke and (out / RECORDS).exists():
+        if with_smoke and status in FINISHED and (out / RECORDS).exists():
             reporter.smoke(out / RECORDS, seed)
     raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
 
@@ -181,7 +185,7 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
     (run,) = summary.runs
     code = exit_code(record.outcome for record in run.records)
     cut_short = len(run.records) < run.header.selected
-    return ExitCode.WRONG if cut_short or reporter.troubles or status not in (0, 1, 5) else code
+    return ExitCode.WRONG if cut_short or reporter.troubles or status not in FINISHED else code
 
 
 class _Reporter:

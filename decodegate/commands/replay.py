@@ -101,12 +101,12 @@ def _cell(text: str, target_spec: str | None, checkpoint: Path | None, schedules
 
 
 def _show(record: Record, rows: list[JudgedRow]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from reports.terminal import make_console
     from reports.text import figure
 
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     for index, schedule in enumerate(record.schedule):
         console.print(f"schedule {index}: {schedule}", soft_wrap=True)
     if rows:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from decodegate.output import writable_directory
 from harness.outcomes import ExitCode
 
 __all__ = ["register"]
@@ -31,7 +32,8 @@ def register(app: typer.Typer) -> None:
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Record files, or directories with a gate.jsonl.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write gate.md, gate.html and gate.xml here.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", callback=writable_directory, help="Write gate.md, gate.html and gate.xml here."),
     ] = None,
     format: Annotated[
         Format | None,

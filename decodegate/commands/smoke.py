@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decodegate.output import writable_file
+
 if TYPE_CHECKING:
     from harness.records import Record
     from harness.smoke import Result
@@ -26,7 +28,9 @@ def command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a cell may take.")] = 300.0,
     lock_timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the device lock.")] = 900.0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a record file, as gate.jsonl is.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=writable_file, help="Write a record file, as gate.jsonl is.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON lines instead.")] = False,
 ) -> None:
     """Load a real checkpoint, let it answer a question, and compare its logits with the reference on real text.

@@ -6,7 +6,7 @@ import importlib
 import re
 from importlib.metadata import entry_points
 
-from harness.target import Target
+from harness.target import Capabilities, Target
 
 __all__ = ["GROUP", "TargetError", "known", "resolve"]
 
@@ -15,6 +15,7 @@ SHIPPED = {  # the same as in pyproject.toml, for a checkout that is not install
     "engine": "harness.targets.engine:EngineTarget",
     "mlx_lm": "harness.targets.mlx_lm:MlxLmTarget",
 }
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}\Z")
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
@@ -36,7 +37,21 @@ def resolve(spec: str) -> Target:
         )
     module_name, class_name = reference.split(":")
     try:
-        adapter = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise TargetError(f"target {spec!r} cannot be imported: {error}; it must be module:Class on the Python path") from None
-    return adapter()
+        target = getattr(importlib.import_module(module_name), class_name)()
+    except Exception as error:  # an adapter is code of somebody else's
+        text = " ".join(str(error).split())[:300]
+        raise TargetError(
+            f"target {spec!r} cannot be made: {type(error).__name__}: {text}; it must be module:Class on the Python path, "
+            "a class without constructor arguments"
+        ) from None
+    name = getattr(target, "name", None)
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise TargetError(
+            f"target {spec!r}: its name must be letters, digits, '_', '.' and '-', cells are named after it (got {name!r:.80})"
+        )
+    if not isinstance(getattr(target, "capabilities", None), Capabilities):
+        raise TargetError(f"target {spec!r}: its capabilities must be a harness.target.Capabilities")
+    missing = [method for method in ("require", "environment", "load") if not callable(getattr(target, method, None))]
+    if missing:
+        raise TargetError(f"target {spec!r} has no method {missing[0]}; harness.target.Target says what a target offers")
+    return target

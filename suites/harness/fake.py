@@ -242,6 +242,25 @@ class IsWrong(Honest):
         return rows + np.linspace(0, 0.01, rows.shape[1], dtype=np.float32)
 
 
+class RaisesSurrogates(Honest):
+    def load(self, checkpoint: Path, *, dtype: str, layout: str) -> Honest:
+        raise RuntimeError("bad \ud800 text")  # as in the name of a file that is no UTF-8
+
+
+class CannotBeMade(Honest):
+    def __init__(self) -> None:
+        raise RuntimeError("no\nway")
+
+
+class HasABadName(Honest):
+    def __init__(self) -> None:
+        self.name = "a::b"
+
+
+class HasNoName:
+    """Nor anything else that a target has."""
+
+
 class CannotRewind(Honest):
     capabilities = Capabilities(families=frozenset({"llama"}), rewind="it keeps no history")
 

@@ -83,6 +83,47 @@ def test_a_checkpoint_that_can_be_no_case_is_a_usage_error_in_one_line(
     assert said in shown and "\n" not in shown
 
 
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nowhere"])
+def test_a_place_that_cannot_be_written_to_is_a_usage_error_before_anything_runs(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    for command in (["gate"], ["smoke"], ["report", str(tmp_path)]):
+        place = tmp_path / out if command != ["smoke"] else tmp_path / out / "smoke.jsonl"
+        result = CliRunner().invoke(app, [*command, "--out", str(place)])
+        assert result.exit_code == ExitCode.USAGE
+        assert isinstance(result.exception, SystemExit)
+        assert "is no directory that can be" in result.output
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [("CannotBeMade", "no way"), ("HasNoName", "its name must be"), ("HasABadName", "a::b"), ("Session", "__init__")],
+)
+def test_a_class_that_is_no_target_is_a_usage_error_in_one_line(
+    tmp_path: Path, variant: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = gate(tmp_path, *TWO, target(variant))
+    shown = (text + capfd.readouterr().err).strip()
+    assert code == ExitCode.USAGE
+    assert said in shown and "\n" not in shown
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_exception_that_no_file_can_hold_as_it_is_costs_its_cell_only(tmp_path: Path, jobs: int) -> None:
+    code, _ = gate(tmp_path, *TWO, target("RaisesSurrogates"), "--layout=dense", f"--jobs={jobs}")
+    records = recorded(tmp_path)
+    assert code == ExitCode.WRONG
+    assert {str(record.outcome) for record in records.values()} == {"error"} and len(records) == 2
+    assert "bad \\ud800 text" in records[f"raises_surrogates {REWIND}"].message
+
+
+def test_an_interrupted_run_goes_on_to_no_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("harness.smoke.run", lambda *_, **__: ran.append("smoke"))
+    monkeypatch.setattr("harness.execution.Execution.record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert gate(tmp_path, "--smoke", "--jobs=1", *TWO, target("Honest"))[0] == ExitCode.WRONG
+    assert not ran
+
+
 def test_a_damaged_checkpoint_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     damaged = build(find("llama/gqa"), 0, tmp_path)
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-1])
