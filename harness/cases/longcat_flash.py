@@ -68,7 +68,7 @@ _YARN = {
 
 # What rounding does to this arithmetic two cases show; the others are about what is computed, which float32 shows best.
 ROUNDED = ("float32", "bfloat16")
-_SHALLOW = {"num_layers": 1}  # for what one layer shows; two sub-layers keep state in it all the same
+_SHALLOW: dict[str, Any] = {"num_layers": 1}  # for what one layer shows; two sub-layers keep state in it all the same
 
 
 def _case(name: str, stresses: str, *, dtypes: tuple[str, ...] = ("float32",), **fields: Any) -> Case:
