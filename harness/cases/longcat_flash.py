@@ -68,6 +68,7 @@ _YARN = {
 
 # What rounding does to this arithmetic two cases show; the others are about what is computed, which float32 shows best.
 ROUNDED = ("float32", "bfloat16")
+_SHALLOW: dict[str, Any] = {"num_layers": 1}  # for what one layer shows; two sub-layers keep state in it all the same
 
 
 def _case(name: str, stresses: str, *, dtypes: tuple[str, ...] = ("float32",), **fields: Any) -> Case:
@@ -76,22 +77,22 @@ def _case(name: str, stresses: str, *, dtypes: tuple[str, ...] = ("float32",), *
 
 CASES = [
     _case("plain", "two latent attentions a layer, real and zero experts, both latent scales", dtypes=ROUNDED),
-    _case("no_zero_experts", "every expert has weights", zero_expert_num=0, n_routed_experts=6),
+    _case("no_zero_experts", "every expert has weights", **_SHALLOW, zero_expert_num=0, n_routed_experts=6),
     _case(
         "q_lora_null",
         "queries have no latent and no scale, and the key latent is not scaled",
         q_lora_rank=None,
         mla_scale_kv_lora=False,
     ),
-    _case("q_unscaled", "the key latent is scaled, the queries are not", mla_scale_q_lora=False),
+    _case("q_unscaled", "the key latent is scaled, the queries are not", **_SHALLOW, mla_scale_q_lora=False),
     _case(
         "yarn",
         "rope frequencies ramp, the softmax scale grows; prompt beyond the original length",
         dtypes=ROUNDED,
         rope_scaling=_YARN,
     ),
-    _case("norm_topk", "the weights of the chosen experts are normalised", norm_topk_prob=True),
-    _case("router_bias", "the router has a linear bias beside the correction bias", router_bias=True),
+    _case("norm_topk", "the weights of the chosen experts are normalised", **_SHALLOW, norm_topk_prob=True),
+    _case("router_bias", "the router has a linear bias beside the correction bias", **_SHALLOW, router_bias=True),
 ]
 
 

@@ -81,9 +81,9 @@ def _case(
 
 
 CASES = [
-    _case("n2_k1", "one table, of pairs", emb_neighbor_num=2, emb_split_num=1),
-    _case("n3_k2", "two tables each of pairs and triples", emb_neighbor_num=3),
-    _case("n4_k1", "one table each of pairs, triples and quadruples", emb_split_num=1),
+    _case("n2_k1", "one table, of pairs", emb_neighbor_num=2, emb_split_num=1, num_layers=1),
+    _case("n3_k2", "two tables each of pairs and triples", emb_neighbor_num=3, num_layers=1),
+    _case("n4_k1", "one table each of pairs, triples and quadruples", emb_split_num=1, num_layers=1),
     _case("n4_k2", "two tables each of pairs, triples and quadruples", dtypes=longcat_flash.ROUNDED),
     _case("eos_in_prompt", "EOS alone, twice in a row, and with one token between", eos=(9, 20, 21, 34, 36)),
     _case(
@@ -91,9 +91,12 @@ CASES = [
         "EOS first and last in chunks of 3, 7 and 16, the last token of the prompt too",
         emb_split_num=1,
         eos=(6, 15, 21, 32, 47),
+        num_layers=1,
     ),
-    _case("one_token_prompt", "a prompt shorter than the token tail", prompt=1, emb_neighbor_num=3, emb_split_num=1),
-    _case("two_token_prompt", "a prompt shorter than the token tail", prompt=2),
+    _case(
+        "one_token_prompt", "a prompt shorter than the token tail", prompt=1, emb_neighbor_num=3, emb_split_num=1, num_layers=1
+    ),
+    _case("two_token_prompt", "a prompt shorter than the token tail", prompt=2, num_layers=1),
     _case(
         "wide_hash",
         "vocabulary and tables so large that four in ten sums over quadruples do not fit 32 bits",
