@@ -116,6 +116,7 @@ class Gate:
         self._execution: Execution | None = None
         self._writer: records.Writer | None = None
         self._started = False
+        self._recorded: set[str] = set()
         self.collected: set[str] = set()  # names of the checks that were found
         self.command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
         self.further = 0  # records that the caller appends when the cells are done, for the header's `selected`
@@ -178,15 +179,43 @@ class Gate:
             flags = {"gate_isolate": self.config.option.gate_isolate, "gate_shuffle": str(self.config.option.gate_shuffle)}
             head = header(self.command, self.seed, selected + self.further, environment, flags)
             self._writer = records.Writer(self.config.option.gate_record, head)
+            if not runs_here:  # its worker would stand idle
+                self.isolation.close()
+                self._isolation = None
         self.config.hook.pytest_gate_start(selected=selected)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         line = getattr(report, "gate_record", None)
         if line is not None and self.is_controller:
             record = records.decode(line)
+            self._recorded.add(record.cell)
             if self._writer is not None:
                 self._writer.write(record)
             self.config.hook.pytest_gate_record(record=record)
+
+    def lost(self, cell_id: str) -> records.Record | None:
+        """The record of a cell whose pytest process died with it; None where the cell had ended before."""
+        if cell_id in self._recorded:
+            return None
+        target, case, check, dtype, layout = cells.parse_cell_id(cell_id)
+        matrix = next(matrix for matrix in self.matrices if matrix.target.name == target)
+        subject = next(subject for subject in matrix.subjects if subject.case.id == case)
+        cell = Cell(matrix.target_spec, target, subject, Check(check, "", lambda case: (), ()), dtype, layout)
+        return records.Record(
+            cell=cell_id,
+            target=target,
+            build=self.build.name,
+            family=subject.case.family,
+            case=case,
+            check=check,
+            dtype=dtype,
+            layout=layout,
+            schedule=[],
+            outcome=Outcome.CRASH,
+            message="the pytest process that judged it died (from outside, or by the kernel for want of memory)",
+            seed=self.seed,
+            replay=cell.replay_command(self.seed),
+        )
 
     def close(self) -> None:
         if self._execution is not None:
@@ -324,6 +353,14 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     selected = sum(cell_id_of(nodeid) is not None for nodeid in ids)
     if selected:
         gate_of(node.config).start(selected, runs_here=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+    cell_id = cell_id_of(crashitem)
+    record = gate_of(sched.config).lost(cell_id) if cell_id else None
+    if record is not None:
+        report.gate_record = records.encode(record)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,6 +85,7 @@ def gate(
 
     from reports import job_summary
 
+    _know_checks(check or ())
     job_summary.claim()
     began = time.monotonic()
     selections = {"family": family, "case": case, "check": check, "dtype": dtype, "layout": layout, "target": target}
@@ -111,6 +113,17 @@ def gate(
         if with_smoke and status in FINISHED and (out / RECORDS).exists():
             reporter.smoke(out / RECORDS, seed)
     raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
+
+
+def _know_checks(names: Iterable[str]) -> None:
+    """A check that there is not is a usage error; where several processes collect, none of them could say it."""
+    from harness.cells import checks_in, unknown
+
+    known = checks_in(f"suites.{SUITE}") if names else {}
+    for name in names:
+        if name not in known:
+            typer.echo(f"decodegate gate: {unknown('check', name, known)}", err=True)
+            raise typer.Exit(int(ExitCode.USAGE))
 
 
 def _base_arguments() -> list[str]:

@@ -298,6 +298,34 @@ def test_a_run_that_is_killed_loses_no_finished_record_and_leaves_no_process(tmp
     assert not done & {record.cell for record in load(tmp_path / "gate.jsonl")[1]}
 
 
+@pytest.mark.parametrize("killed", ["spawn_main", "sys.stdin.readline"])  # a worker; a process of pytest-xdist
+def test_any_process_of_several_jobs_that_is_killed_is_a_crash_of_one_cell(tmp_path: Path, killed: str) -> None:
+    command = gate_command(
+        tmp_path, "--jobs=2", "--case=llama/gqa", "--dtype=float32", "--layout=dense", target("LingersOnEachRun")
+    )
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _until(lambda: _lines(tmp_path) >= 3)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert len([child for child in processes if "spawn_main" in " ".join(child.cmdline())]) == 2, "none stands idle"
+    next(child for child in processes if killed in " ".join(child.cmdline())).kill()
+    assert process.wait(timeout=90) == ExitCode.WRONG
+    header, records = load(tmp_path / "gate.jsonl")
+    outcomes = [str(record.outcome) for record in records if record.outcome != "unsupported"]
+    assert sorted(outcomes) == ["crash", *["pass"] * (len(outcomes) - 1)]
+    assert len({record.cell for record in records}) == len(records) == header.selected
+    assert next(record for record in records if record.outcome == "crash").replay
+
+
+def test_a_replay_takes_a_checkpoint_under_the_name_that_a_run_gave_it(tmp_path: Path) -> None:
+    checkpoint = build(find("llama/gqa"), 0, tmp_path)
+    command = ["replay", "engine::llama/other-2::x[float32,dense]", "--schedule=feed 5", f"--checkpoint={checkpoint}"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == ExitCode.OK and "MATCH" in result.output
+    command[1] = "engine::nemotron_nas/other::x[float32,dense]"
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == ExitCode.USAGE and "llama family" in result.output
+
+
 def test_a_worker_that_is_killed_in_a_run_is_a_crash_of_one_cell_and_exit_code_1(tmp_path: Path) -> None:
     command = gate_command(tmp_path, "--case=llama/gqa", "--dtype=float32", target("LingersOnEachRun"))
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
