@@ -143,7 +143,7 @@ def test_exit_codes_follow_the_outcomes(tmp_path: Path, variant: str, code: Exit
 
 def test_a_feature_that_did_not_run_is_vacuous_and_names_its_counter(tmp_path: Path) -> None:
     check = "engine_cut_prefill_matches_full_forward"
-    code, _ = gate(tmp_path, target("CutsNothing"), "--case=llama/gqa", "--dtype=float32", f"--check={check}")
+    code, _ = gate(tmp_path, target("CutsNothing"), "--case=llama/gqa", "--dtype=float32", "--layout=dense", f"--check={check}")
     record = recorded(tmp_path)[f"cuts_nothing {check}"]
     assert (code, str(record.outcome)) == (ExitCode.VACUOUS, "vacuous")
     assert "counter prefill_chunks" in record.message
