@@ -158,7 +158,7 @@ def test_a_feature_that_did_not_run_is_vacuous_and_names_its_counter(tmp_path: P
     ],
 )
 def test_a_fault_that_does_not_show_makes_the_cell_vacuous_and_is_named(tmp_path: Path, fault: str, words: str) -> None:
-    suite = tmp_path / "test_weak.py"
+    suite = tmp_path / f"test_weak_{fault}.py"  # a module of its own: this process keeps those it has imported
     suite.write_text(
         "from harness.check import Check\n"
         "from harness.schedule import Schedule\n"
