@@ -29,7 +29,9 @@ def gate(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Tests of the engine's parts, the references and the harness itself (the cells are the gate's)."""
     install(session, "dev")
-    session.run("pytest", "suites", "--ignore=suites/decoding", "--ignore=suites/oracles", *session.posargs)
+    session.run(
+        "pytest", "suites", "--numprocesses=auto", "--ignore=suites/decoding", "--ignore=suites/oracles", *session.posargs
+    )
 
 
 @nox.session

@@ -26,7 +26,7 @@ def test_tensor_count_of_the_published_trunk_shape():
 def test_names_and_shapes_of_a_layer():
     shapes = longcat_flash.parameters(cases.find("longcat_flash/router_bias").config)
     layer = {
-        name.removeprefix("model.layers.1."): shape for name, shape in shapes.items() if name.startswith("model.layers.1.")
+        name.removeprefix("model.layers.0."): shape for name, shape in shapes.items() if name.startswith("model.layers.0.")
     }
     expected = {}
     for i in (0, 1):
