@@ -81,27 +81,26 @@ class BlockMap:
     def gather(self, x: mx.array) -> mx.array:
         """x [T, in] -> [rows, in], each choice's token."""
         k = self.ids.shape[1]
-        rows = mx.repeat(x, k, axis=0) if self.path == "gather" else x[self.order // k]
-        if self.path == "grouped":
-            return rows
-        return mx.where((self.ids.reshape(-1)[self.order] < self.experts)[:, None], rows, 0)
+        return mx.repeat(x, k, axis=0) if self.path == "gather" else x[self.order // k]
 
     def scatter(self, rows: mx.array) -> mx.array:
-        """[rows, out] -> [T, k, out], each choice's row; where an expert has no weights, that of an input of zeros."""
+        """rows [rows, out] -> [T, k, out], each choice's row; any row, where an expert has no weights."""
         if self.path == "sorted":
             rows = rows[mx.argsort(self.order)]
         elif self.path == "grouped":
-            place = np.full(self._host_chosen.size, rows.shape[0], np.int32)
-            place[self._host_order] = np.arange(rows.shape[0], dtype=np.int32)
-            if rows.shape[0] < place.size:
-                rows = mx.concatenate([rows, mx.zeros((1, rows.shape[1]), rows.dtype)])
+            place = np.zeros(self._host_chosen.size, np.int32)
+            place[self._host_order] = np.arange(self._host_order.size, dtype=np.int32)
             rows = rows[mx.array(place)]
         return rows.reshape(*self.ids.shape, -1)
 
     def combine(self, rows: mx.array, weights: mx.array) -> mx.array:
         """The weighted sum of each token's rows: rows [rows, out], weights float32 [T, k] -> float32 [T, out]."""
-        weights = mx.where(self.ids < self.experts, weights, 0.0)
-        return (weights[:, None, :] @ self.scatter(rows).astype(mx.float32)).squeeze(1)
+        if not rows.shape[0]:
+            return mx.zeros((self.ids.shape[0], rows.shape[1]), mx.float32)
+        out = self.scatter(rows).astype(mx.float32)
+        if self.path != "grouped" or rows.shape[0] < self.ids.size:
+            out = mx.where((self.ids < self.experts)[..., None], out, 0.0)  # not a weight of 0: another's row may be infinite
+        return (weights[:, None, :] @ out).squeeze(1)
 
 
 def _choose(ids: mx.array, values: int) -> str:
