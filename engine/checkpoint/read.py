@@ -12,7 +12,7 @@ from engine.checkpoint.bounded import one_line, shown
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError
 
-__all__ = ["COMPUTE_DTYPES", "read_tensor"]
+__all__ = ["COMPUTE_DTYPES", "read_tensor", "require_finite"]
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -36,9 +36,15 @@ def read_tensor(header: TensorHeader, dtype: str, arrange: Callable[[mx.array], 
         array = arrange(array)
     array = array.astype(COMPUTE_DTYPES[dtype])
     mx.eval(array)
-    if dtype == "float16" and header.dtype != "F16" and not mx.isfinite(array).all().item():
-        raise CheckpointError(f"tensor {shown(header.name)} has values beyond float16; load it as bfloat16 or float32")
+    if header.dtype != "F16":
+        require_finite(array, header.name, dtype)
     return array
+
+
+def require_finite(array: mx.array, name: str, dtype: str) -> None:
+    """Raises CheckpointError where float16 does not hold the values of a parameter that was stored wider."""
+    if dtype == "float16" and not mx.isfinite(array).all().item():
+        raise CheckpointError(f"tensor {shown(name)} has values beyond float16; load it as bfloat16 or float32")
 
 
 def _read_plain(header: TensorHeader) -> mx.array:
