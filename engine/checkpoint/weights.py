@@ -49,6 +49,10 @@ def read_weights(
     packed, rest = find_packed(
         shapes, headers, plan, canonical=canonical, inputs_first=getattr(family, "inputs_first", lambda name: False)
     )
+    if plan is not None and not packed:
+        raise CheckpointError(
+            f"{plan.source} describes quantised weights, and no tensor is one; do config and weights belong together?"
+        )
     plain = _renamed(rest, canonical)
 
     def ignored(name: str) -> bool:
