@@ -12,7 +12,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-__all__ = ["gelu_tanh", "on_host", "silu", "softmax"]
+__all__ = ["clamped_swiglu", "gelu_tanh", "on_host", "silu", "softmax"]
 
 HOST_ELEMENTS = 4096  # 0.1 ms of MLX's exp, which is what an evaluation in the middle of a graph costs
 
@@ -68,6 +68,20 @@ def gelu_tanh(x: mx.array) -> mx.array:
         arguments -= _GELU
         arguments *= values
     return mx.array(_times_sigmoid(values, arguments)).astype(x.dtype)
+
+
+def clamped_swiglu(gate: mx.array, up: mx.array, alpha: float, limit: float) -> mx.array:
+    """gate sigmoid(alpha gate) (up + 1), with gate at most `limit` and up from -limit to limit.
+
+    https://arxiv.org/abs/2508.10925; computed in float32, returned in gate's dtype.
+    """
+    dtype = gate.dtype
+    gate = mx.minimum(gate.astype(mx.float32), limit)
+    up = mx.clip(up.astype(mx.float32), -limit, limit) + 1.0
+    if not on_host(gate.size):
+        return (gate * mx.sigmoid(alpha * gate) * up).astype(dtype)
+    values = np.asarray(gate)
+    return (mx.array(_times_sigmoid(values, -alpha * values)) * up).astype(dtype)
 
 
 def _times_sigmoid(values: np.ndarray, negated: np.ndarray) -> np.ndarray:

@@ -6,14 +6,13 @@ in the choice of experts, never in their weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from engine.layers.activations import softmax
-from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 
 __all__ = ["Experts", "MixtureOfExperts", "PlainExperts", "Router"]
@@ -60,7 +59,7 @@ class PlainExperts:
     The ids are read on the host, which evaluates what leads to them.
     """
 
-    def __init__(self, experts: Sequence[MLP]) -> None:
+    def __init__(self, experts: Sequence[Callable[[mx.array], mx.array]]) -> None:
         self.experts = experts
 
     def __len__(self) -> int:
