@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from engine import models
-from engine.checkpoint import directory, gguf_header, gguf_llama, hub
+from engine.checkpoint import directory, gguf_convert, gguf_header, hub
 from engine.checkpoint.bounded import MAX_CONFIG_BYTES, one_line, read_json, shown
-from engine.checkpoint.read import COMPUTE_DTYPES, read_tensor
+from engine.checkpoint.read import COMPUTE_DTYPES, GGUF_DTYPES, read_tensor
 from engine.checkpoint.tensors import TensorHeader, account
 from engine.errors import CheckpointError, ConfigError, Refused
 from engine.prompt import gguf_vocabulary
@@ -25,7 +25,6 @@ from engine.prompt.tokenizer import Tokenizer
 __all__ = ["Checkpoint", "load"]
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
-_GGUF_DTYPES = _FLOATS | {"Q4_0", "Q4_1", "Q8_0"}
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -53,7 +52,7 @@ class Checkpoint:
 
 
 def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
-    """Load a directory with config.json and safetensors, a GGUF file (architecture llama), or a hub id.
+    """Load a directory with config.json and safetensors, a GGUF file (architectures llama and gemma3), or a hub id.
 
     dtype: "float32", "bfloat16" or "float16"; None chooses by device. Every tensor of the files is used exactly once and none
     is missing, with the shapes that the config says; this is checked on headers before weights are allocated.
@@ -101,7 +100,7 @@ def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
 
 def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
     gguf = gguf_header.read_header(path)
-    converted = gguf_llama.convert(gguf)
+    converted = gguf_convert.convert(gguf)
     raw, metadata = converted.config, gguf.metadata
     family = models.family(raw["model_type"])
     config = family.Config.from_dict(raw)
@@ -113,7 +112,7 @@ def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
     eos = [metadata[key] for key in _GGUF_EOS if key in metadata]
     if not all(type(token) is int and 0 <= token < config.vocab_size for token in eos):
         raise ConfigError(f"the GGUF file's end-of-text ids {shown(eos)} must be from 0 to {config.vocab_size - 1}")
-    weights, used, notes = _weights(family, config, converted.headers, _GGUF_DTYPES, dtype, converted.arrange)
+    weights, used, notes = _weights(family, config, converted.headers, GGUF_DTYPES, dtype, converted.arrange)
     if has_vocabulary and "tokenizer.ggml.pre" not in metadata:
         notes.append(
             "the GGUF file does not name its pre-tokenizer; 'default' is assumed, and some texts may be cut differently"
@@ -207,8 +206,8 @@ def _weights(
 
 def _renamed(headers: dict[str, TensorHeader], canonical: Callable[[str], str]) -> dict[str, TensorHeader]:
     renamed: dict[str, TensorHeader] = {}
-    for header in headers.values():
-        name = canonical(header.name)
+    for spelled, header in headers.items():
+        name = canonical(spelled)
         if name in renamed:
             raise CheckpointError(f"tensors {shown(renamed[name].name)} and {shown(header.name)} are two spellings of one")
         renamed[name] = header
