@@ -16,8 +16,11 @@ import mlx.core as mx
 from engine.errors import Refused
 from engine.fields import Fields
 from engine.layers.activations import gelu_tanh
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
+from engine.layers.quantised import Weight
 from engine.layers.rope import Rope, RopeConfig
 from engine.layers.rotary_attention import Attention
 from engine.layers.weights import Weights
@@ -42,6 +45,7 @@ class Config:
     vocab_size: int
     rms_norm_eps: float
     query_pre_attn_scalar: float
+    final_logit_softcapping: float | None
     attention_bias: bool
     tie_word_embeddings: bool
     sliding_window: int
@@ -68,7 +72,7 @@ class Config:
             raise fields.error("head_dim", "must be even for rotary positions")
         layers = fields.integer("num_hidden_layers", 1, 1 << 12)
         fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
             if fields.raw.get(name) not in (None, False):
                 raise Refused(f"config field {fields.prefix}{name} = {fields.raw[name]!r:.80} is not supported (supported: null)")
         layer_types = _layer_types(fields, layers)
@@ -81,6 +85,7 @@ class Config:
             vocab_size=fields.integer("vocab_size", 1, 1 << 24, 262208),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6),
             query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256.0),
+            final_logit_softcapping=fields.number("final_logit_softcapping", 1e-6, 1e6, None),
             attention_bias=fields.flag("attention_bias", False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", True)),
             sliding_window=fields.integer("sliding_window", 1, 1 << 30) if SLIDING in layer_types else 0,
@@ -204,15 +209,14 @@ class Block:
 class Model(BothLayouts):
     """Slots: one a layer, a ring of `sliding_window` tokens or a KV state."""
 
-    def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, Weight]) -> None:
         root = Weights(weights)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.embed_tokens = root["model.embed_tokens.weight"]  # [vocab, hidden]
-        self.embed_scale = mx.array(config.hidden_size**0.5, self.embed_tokens.dtype)  # rounded to the compute dtype, by design
+        self.embed_tokens = Embedding(root.at("model.embed_tokens"))
         self.layers = [Block(config, kind, root.at(f"model.layers.{i}"), slot=i) for i, kind in enumerate(config.layer_types)]
         self.norm = Norm(root.at("model.norm"), config.rms_norm_eps)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else root["lm_head.weight"]
+        self.lm_head = self.embed_tokens.as_head if config.tie_word_embeddings else Linear(root.at("lm_head"))
         self.ropes = {kind: Rope(rope, config.head_dim) for kind, rope in config.rope if kind in config.layer_types}
 
     def make_slots(self) -> list[State]:
@@ -224,9 +228,12 @@ class Model(BothLayouts):
         spans = self.own(spans)
         at = positions(spans)
         tables = {kind: rope.tables(at) for kind, rope in self.ropes.items()}
-        x = self.embed_tokens[tokens] * self.embed_scale  # [T, hidden]
+        x = self.embed_tokens(tokens)  # [T, hidden]
+        x = x * mx.array(self.config.hidden_size**0.5, x.dtype)  # a factor rounded to the compute dtype, as in training
         for layer in self.layers:
             x = layer(x, *tables[layer.layer_type], spans)
         if rows is not None:
             x = x[mx.array(list(rows), dtype=mx.int32)]
-        return self.norm(x) @ self.lm_head.T
+        logits = self.lm_head(self.norm(x))
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else mx.tanh(logits / cap) * cap

@@ -13,8 +13,11 @@ import mlx.core as mx
 
 from engine.fields import Fields
 from engine.layers.activations import clamped_swiglu, softmax
-from engine.layers.moe import PlainExperts
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.moe import BlockMap, moe_gather_qmm_mapped, values_of
 from engine.layers.norm import RMSNorm
+from engine.layers.quantised import QuantisedTensor, Weight
 from engine.layers.rope import Rope, RopeConfig
 from engine.layers.rotary_attention import Attention
 from engine.layers.weights import Weights
@@ -54,10 +57,10 @@ class Config:
         """Read config.json. Raises ConfigError, which names field and value, or Refused for what is not supported."""
         fields = Fields(raw)
         heads = fields.integer("num_attention_heads", 1, 1 << 12)
-        kv_heads = fields.integer("num_key_value_heads", 1, 1 << 12, heads)
+        kv_heads = fields.integer("num_key_value_heads", 1, 1 << 12)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"must divide num_attention_heads {heads}")
-        head_dim = fields.integer("head_dim", 2, 1 << 12)
+        head_dim = fields.integer("head_dim", 2, 1 << 12, 64)
         if head_dim % 2:
             raise fields.error("head_dim", "must be even for rotary positions")
         experts = fields.integer("num_local_experts", 1, 1 << 14)
@@ -142,17 +145,29 @@ class Router:
         return ids, softmax(mx.take_along_axis(logits, ids, axis=-1))
 
 
-class Expert:
-    """weight [in, out] of each map, and its bias."""
+class Experts:
+    """Experts with biases and a clamped SwiGLU; rows of gate_up_proj are a gate's and an up's in turn."""
 
-    def __init__(self, gate_up: tuple[mx.array, mx.array], down: tuple[mx.array, mx.array], alpha: float, limit: float) -> None:
-        (self.gate_up_proj, self.gate_up_proj_bias), (self.down_proj, self.down_proj_bias) = gate_up, down
-        self.alpha, self.limit = alpha, limit
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.experts = config.num_local_experts
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.gate_up_proj = _outputs_first(weights.matrix("gate_up_proj"))  # [experts, 2 * intermediate, hidden]
+        self.gate_up_proj_bias = weights["gate_up_proj_bias"]  # [experts, 2 * intermediate]
+        self.down_proj = _outputs_first(weights.matrix("down_proj"))  # [experts, hidden, intermediate]
+        self.down_proj_bias = weights["down_proj_bias"]  # [experts, hidden]
+        self.values = values_of(self.gate_up_proj, self.down_proj)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        gate_up = mx.addmm(self.gate_up_proj_bias, x, self.gate_up_proj)
-        h = clamped_swiglu(gate_up[..., ::2], gate_up[..., 1::2], self.alpha, self.limit)
-        return mx.addmm(self.down_proj_bias, h, self.down_proj)
+    def __call__(self, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
+        """x [T, hidden], ids and weights [T, k] -> float32 [T, hidden]."""
+        blocks = BlockMap(ids, self.experts, self.values)
+        gate_up = moe_gather_qmm_mapped(blocks.gather(x), self.gate_up_proj, blocks, self.gate_up_proj_bias)
+        h = clamped_swiglu(gate_up[:, ::2], gate_up[:, 1::2], self.alpha, self.limit)
+        return blocks.combine(moe_gather_qmm_mapped(h, self.down_proj, blocks, self.down_proj_bias), weights)
+
+
+def _outputs_first(stack: Weight) -> Weight:
+    """[experts, out, in], as packed files hold it and plain ones do not; a view."""
+    return stack if isinstance(stack, QuantisedTensor) else stack.swapaxes(1, 2)
 
 
 class MLP:
@@ -160,22 +175,11 @@ class MLP:
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.router = Router(weights.at("router"), config.num_experts_per_tok)
-        stacks = [_unstacked(weights[f"experts.{name}"]) for name in ("gate_up_proj", "gate_up_proj_bias")]
-        gate_up = zip(*stacks, strict=True)
-        stacks = [_unstacked(weights[f"experts.{name}"]) for name in ("down_proj", "down_proj_bias")]
-        down = zip(*stacks, strict=True)
-        self.experts = PlainExperts(
-            [Expert(*pair, config.swiglu_alpha, config.swiglu_limit) for pair in zip(gate_up, down, strict=True)]
-        )
+        self.experts = Experts(config, weights.at("experts"))
 
     def __call__(self, x: mx.array) -> mx.array:
         ids, weights = self.router(x)
         return self.experts(x, ids, weights).astype(x.dtype)
-
-
-def _unstacked(stack: mx.array) -> list[mx.array]:
-    """Views along the first axis."""
-    return [part.squeeze(0) for part in mx.split(stack, stack.shape[0])]
 
 
 class Block:
@@ -200,14 +204,14 @@ class Block:
 class Model(BothLayouts):
     """Slots: one a layer, a ring of `sliding_window` tokens or a KV state."""
 
-    def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, Weight]) -> None:
         root = Weights(weights)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.embed_tokens = root["model.embed_tokens.weight"]  # [vocab, hidden]
+        self.embed_tokens = Embedding(root.at("model.embed_tokens"))
         self.layers = [Block(config, kind, root.at(f"model.layers.{i}"), slot=i) for i, kind in enumerate(config.layer_types)]
         self.norm = RMSNorm(root.at("model.norm"), config.rms_norm_eps)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else root["lm_head.weight"]
+        self.lm_head = self.embed_tokens.as_head if config.tie_word_embeddings else Linear(root.at("lm_head"))
         self.rope = Rope(config.rope, config.head_dim)
 
     def make_slots(self) -> list[State]:
@@ -218,9 +222,9 @@ class Model(BothLayouts):
         """tokens: int32 [T]. Returns logits [len(rows), vocab] of these indices into T, or [T, vocab] for None."""
         spans = self.own(spans)
         cos, sin = self.rope.tables(positions(spans))
-        x = self.embed_tokens[tokens]  # [T, hidden]
+        x = self.embed_tokens(tokens)  # [T, hidden]
         for layer in self.layers:
             x = layer(x, cos, sin, spans)
         if rows is not None:
             x = x[mx.array(list(rows), dtype=mx.int32)]
-        return self.norm(x) @ self.lm_head.T
+        return self.lm_head(self.norm(x))
