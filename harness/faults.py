@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from harness.cases.case import GROWING, RECURRENT, RING, ROPE, Case
+
+from harness.cases.case import GROWING, RING, ROPE, Case
+
 __all__ = ["ENGINE", "Fault", "Patch", "Planted"]
 
 Patch = tuple[object, str, Callable[..., Any]]  # an object, the name of its attribute, and what to put there
@@ -35,6 +39,10 @@ class Fault:
     name: str
     breaks: str  # what goes wrong, one clause
     make: Callable[[Planted], list[Patch]]
+    traits: frozenset[str] = frozenset()  # it breaks nothing in a case that has none of these; empty: it may break any
+
+    def touches(self, case: Case) -> bool:
+        return not self.traits or bool(self.traits & case.traits)
 
     @contextmanager
     def planted(self) -> Iterator[Planted]:

@@ -20,8 +20,8 @@ _SHARED = frozenset(
 # model types of a family's text part or wrapper, in lower case
 _ALSO = {
     "gemma3_text": "gemma3",
-    "nemotron_h_nano_omni_reasoning_v3": "nemotron_h",
-    "nemotron_h_nano_vl_v2": "nemotron_h",
+    "nemotronh_nano_omni_reasoning_v3": "nemotron_h",
+    "nemotronh_nano_vl_v2": "nemotron_h",
     "nemotron_h_omni": "nemotron_h",
 }
 
