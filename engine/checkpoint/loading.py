@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from engine import models
-from engine.checkpoint import directory, gguf_header, gguf_llama, hub
+from engine.checkpoint import directory, gguf_convert, gguf_header, hub
 from engine.checkpoint.bounded import MAX_CONFIG_BYTES, one_line, read_json, shown
 from engine.checkpoint.plan import read_plan
-from engine.checkpoint.read import COMPUTE_DTYPES
-from engine.checkpoint.weights import FLOATS, read_weights
+from engine.checkpoint.read import COMPUTE_DTYPES, GGUF_DTYPES
+from engine.checkpoint.weights import read_weights
 from engine.errors import CheckpointError, ConfigError, Refused
 from engine.layers.quantised import Weight
 from engine.prompt import gguf_vocabulary
@@ -23,8 +23,6 @@ from engine.prompt.template import ChatTemplate
 from engine.prompt.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "load"]
-
-_GGUF_DTYPES = FLOATS | {"Q4_0", "Q4_1", "Q8_0"}
 
 
 @dataclass
@@ -51,7 +49,7 @@ class Checkpoint:
 
 
 def load(source: str | Path, *, dtype: str | None = None, quantised: str | None = None) -> Checkpoint:
-    """Load a directory with config.json and safetensors, a GGUF file (architecture llama), or a hub id.
+    """Load a directory with config.json and safetensors, a GGUF file (architectures llama and gemma3), or a hub id.
 
     dtype: "float32", "bfloat16" or "float16"; None chooses by device. quantised: "packed" or "unpacked" weights; None or
     "auto" keeps what is faster (engine.checkpoint.residency; GGUF blocks are always unpacked). Every tensor of the files is
@@ -99,7 +97,7 @@ def _load_directory(path: Path, source: str, dtype: str | None, quantised: str |
 
 def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
     gguf = gguf_header.read_header(path)
-    converted = gguf_llama.convert(gguf)
+    converted = gguf_convert.convert(gguf)
     raw, metadata = converted.config, gguf.metadata
     family = models.family(raw["model_type"])
     config = family.Config.from_dict(raw)
@@ -112,7 +110,7 @@ def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
     if not all(type(token) is int and 0 <= token < config.vocab_size for token in eos):
         raise ConfigError(f"the GGUF file's end-of-text ids {shown(eos)} must be from 0 to {config.vocab_size - 1}")
     weights, used, notes = read_weights(
-        family, config, converted.headers, dtypes=_GGUF_DTYPES, dtype=dtype, arrange=converted.arrange
+        family, config, converted.headers, dtypes=GGUF_DTYPES, dtype=dtype, arrange=converted.arrange
     )
     if has_vocabulary and "tokenizer.ggml.pre" not in metadata:
         notes.append(

@@ -117,8 +117,8 @@ def _stored(name: str, plain: Mapping[str, TensorHeader], packed: Mapping[str, P
 
 def _renamed(headers: Mapping[str, TensorHeader], canonical: Callable[[str], str]) -> dict[str, TensorHeader]:
     renamed: dict[str, TensorHeader] = {}
-    for header in headers.values():
-        name = canonical(header.name)
+    for spelled, header in headers.items():
+        name = canonical(spelled)
         if name in renamed:
             raise CheckpointError(f"tensors {shown(renamed[name].name)} and {shown(header.name)} are two spellings of one")
         renamed[name] = header
