@@ -113,8 +113,8 @@ def _per_matrix_or_row(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     lead, rows = shape[:-2], shape[:-1]
     count = int(np.prod(lead))
     if scale.size == count or scale.size == 1:
-        return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (count,)).reshape(lead))
-    return np.ascontiguousarray(scale.reshape(rows))
+        return np.broadcast_to(scale.reshape(-1), (count,)).reshape(lead).copy()
+    return scale.reshape(rows)
 
 
 def _fp8(packed: Packed, data: Mapping[str, np.ndarray]) -> np.ndarray:
