@@ -23,15 +23,27 @@ def exp(x: mx.array) -> mx.array:
         return mx.array(np.exp(np.asarray(x)))
 
 
-def softmax(x: mx.array) -> mx.array:
-    """Softmax over the last axis; computed and returned in float32."""
+def softmax(x: mx.array, sinks: mx.array | None = None) -> mx.array:
+    """Softmax over the last axis; computed and returned in float32.
+
+    sinks, float32, of x's shape or broadcast to it, but 1 wide: one more logit of each row, of which no weight is returned.
+    """
     x = x.astype(mx.float32)
     if not on_host(x.size):
-        return mx.softmax(x, axis=-1)
+        if sinks is None:
+            return mx.softmax(x, axis=-1)
+        column = mx.broadcast_to(sinks, (*x.shape[:-1], 1))
+        return mx.softmax(mx.concatenate([column, x], axis=-1), axis=-1)[..., 1:]
     values = np.asarray(x)
-    out = np.subtract(values, values.max(axis=-1, keepdims=True))
+    highest = values.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = np.maximum(highest, np.asarray(sinks))
+    out = np.subtract(values, highest)
     np.exp(out, out=out)
-    out /= out.sum(axis=-1, keepdims=True)
+    total = out.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(np.asarray(sinks) - highest)
+    out /= total
     return mx.array(out)
 
 

@@ -2,8 +2,10 @@
 
 from engine.state.kv import KVSnapshot, KVState
 from engine.state.layout import SequenceStateLayout
+from engine.state.recurrent import RecurrentState
+from engine.state.ring import RingKVState
 from engine.state.span import Span
 from engine.state.state import State
 from engine.state.token_tail import TokenTail
 
-__all__ = ["KVSnapshot", "KVState", "SequenceStateLayout", "Span", "State", "TokenTail"]
+__all__ = ["KVSnapshot", "KVState", "RecurrentState", "RingKVState", "SequenceStateLayout", "Span", "State", "TokenTail"]
