@@ -5,6 +5,7 @@ small files -> family's config -> headers of all tensors -> accounting -> and on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = ["Checkpoint", "load"]
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _GGUF_DTYPES = _FLOATS | {"Q4_0", "Q4_1", "Q8_0"}
+_PARTS_SHOWN = 16
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -80,6 +82,9 @@ def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
 
 
 def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
+    """A family may define `text_fields(raw)`, the fields of the language model in a multimodal config; `canonical(name)`, the
+    parameter that a tensor of another spelling is; and `complete(config, shapes)`, the config with what only the files say.
+    """
     raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
     model_type = _model_type(raw)
     for name in ("quantization", "quantization_config", "compression_config"):  # MLX's and transformers' spellings
@@ -87,15 +92,20 @@ def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
             raise _refused_quantization(name, raw[name])
     family = models.family(model_type)
     config = family.Config.from_dict(raw)
+    text: Mapping[str, Any] = family.text_fields(raw)[0] if hasattr(family, "text_fields") else raw
     headers = directory.tensor_headers(path)
+    if hasattr(family, "canonical"):
+        headers = _renamed(headers, family.canonical)
+    if hasattr(family, "complete"):
+        config = family.complete(config, {name: header.shape for name, header in headers.items()})
     tokenizer_file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
     template = directory.chat_template(path)
-    eos = directory.eos_token_ids(path, raw, config.vocab_size)
+    eos = directory.eos_token_ids(path, text, config.vocab_size)
     weights, used, notes = _weights(family, config, headers, _FLOATS, dtype, lambda name: None)
     if tokenizer is None:
         notes.append("no tokenizer: the directory has no tokenizer.json")
-    specials = _specials(raw, tokenizer) | directory.special_tokens(path)
+    specials = _specials(text, tokenizer) | directory.special_tokens(path)
     return Checkpoint(model_type, config, raw, weights, used, tokenizer, template, specials, eos, source, notes)
 
 
@@ -132,6 +142,8 @@ def _model_type(raw: Mapping[str, Any]) -> str:
     if model_type is None and isinstance(architectures, list):
         known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]
         model_type = models.ARCHITECTURES[known[0]] if known else None
+    if isinstance(model_type, str):
+        model_type = models.ALIASES.get(model_type, model_type)
     if not isinstance(model_type, str):
         raise ConfigError(
             f"config field model_type must name a family (got {shown(model_type)}; known: {', '.join(models.FAMILIES)})"
@@ -174,14 +186,12 @@ def _weights(
 ) -> tuple[dict[str, mx.array], str, list[str]]:
     """Accounting, then the weights one by one.
 
-    A family may define `ignored(config, name)` and `duplicates(config)` (see account), `canonical(name)`, the parameter that a
-    tensor of another spelling is, and `keep_float32(name)`, whether a parameter is float32 in every compute dtype.
+    A family may define `ignored(config, name)` and `duplicates(config)` (see account), and `keep_float32(name)`, whether a
+    parameter is float32 in every compute dtype.
     """
     parameters = family.parameters(config)
     duplicates = family.duplicates(config) if hasattr(family, "duplicates") else {}
     keep_float32 = getattr(family, "keep_float32", lambda name: False)
-    if hasattr(family, "canonical"):
-        headers = _renamed(headers, family.canonical)
 
     def ignored(name: str) -> bool:
         return hasattr(family, "ignored") and family.ignored(config, name)
@@ -199,8 +209,10 @@ def _weights(
             )
     left = [name for name in headers if name not in parameters]
     if left:
+        parts = Counter(name.partition(".")[0] for name in left)
         notes.append(
-            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers), first {shown(left[0])}"
+            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers, towers of other media): "
+            + ", ".join(f"{shown(part)} {count}" for part, count in sorted(parts.items())[:_PARTS_SHOWN])
         )
     return weights, used, notes
 

@@ -58,7 +58,9 @@ def _pass(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, stat
     sums = (dt * A).reshape(chunks, n, heads).transpose(2, 0, 1).reshape(-1, n) @ _interval_sums(n)
     sums = sums.reshape(*grouped, n, n + 1)  # [.., i, 0]: up to i, [.., i, j + 1]: after j up to i
     decay = exp(sums)
-    added = (inputs * decay[..., -1, 1:, None]).swapaxes(-1, -2) @ B  # what a chunk adds to its end: [*grouped, head_dim, state]
+    added = (inputs * decay[..., -1, 1:, None]).swapaxes(
+        -1, -2
+    ) @ B  # what a chunk adds to its end: [*grouped, head_dim, state]
 
     to_chunk = mx.exp((sums[..., -1, 0].reshape(heads, chunks) @ _interval_sums(chunks)).reshape(heads, chunks, chunks + 1))
     to_chunk = mx.tril(to_chunk, k=1)
