@@ -22,7 +22,8 @@ class CausalConv:
     def __init__(self, weights: Weights) -> None:
         weight = weights["weight"]  # float32 [channels, 1, K], or [channels, K, 1]: the same numbers in the same order
         self.weight = mx.contiguous(weight.reshape(weight.shape[0], -1).T)  # [K, channels]
-        self.bias = weights["bias"] if "bias" in weights else None
+        has_bias = "bias" in weights
+        self.bias = weights["bias"] if has_bias else None  # float32 [channels]
         mx.eval(self.weight)
 
     @property

@@ -1,7 +1,7 @@
 """Mamba-2 mixer https://arxiv.org/abs/2405.21060, with its weights as in Nemotron-H checkpoints.
 
-One projection gives, in this order, the gate z, the inputs xBC of a causal convolution, and the raw step sizes dt. The convolved
-xBC are the recurrence's x, B and C. Its output is gated before it is normalised, in groups.
+One projection gives, in this order, the gate z, the inputs xBC of a causal convolution, and the raw step sizes dt. What the
+convolution makes of xBC are the recurrence's x, B and C. Its output is gated before it is normalised, in groups.
 Convolution, step sizes and recurrence are float32 in every compute dtype.
 """
 
@@ -49,7 +49,7 @@ class Mamba2Config:
 
 
 class Mamba2:
-    """Keeps one recurrent state, that at index `slot` of a span's slots: the last conv_kernel - 1 raw xBC, and the SSM state."""
+    """Keeps one recurrent state, that at index `slot` of a span's slots: the last conv_kernel - 1 raw xBC, the SSM state."""
 
     def __init__(self, config: Mamba2Config, weights: Weights, slot: int) -> None:
         self.config = config
@@ -153,5 +153,5 @@ def gated_group_norm(y: mx.array, z: mx.array, weight: mx.array, groups: int, ep
     return mx.fast.rms_norm(gated.reshape(*y.shape[:-1], groups, -1), None, eps).reshape(y.shape) * weight
 
 
-def _stacked(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+def _stacked(parts: tuple[mx.array, ...]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

@@ -1,4 +1,4 @@
-"""State space duality: the selective state space recurrence of Mamba-2 https://arxiv.org/abs/2405.21060, in chunks and in steps.
+"""The selective state space recurrence of Mamba-2, https://arxiv.org/abs/2405.21060, in chunks and in steps.
 
 Per head, with scalar decay A < 0 and step size dt >= 0:
 
@@ -58,9 +58,7 @@ def _pass(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, stat
     sums = (dt * A).reshape(chunks, n, heads).transpose(2, 0, 1).reshape(-1, n) @ _interval_sums(n)
     sums = sums.reshape(*grouped, n, n + 1)  # [.., i, 0]: up to i, [.., i, j + 1]: after j up to i
     decay = exp(sums)
-    added = (inputs * decay[..., -1, 1:, None]).swapaxes(
-        -1, -2
-    ) @ B  # what a chunk adds to its end: [*grouped, head_dim, state]
+    added = (inputs * decay[..., -1, 1:, None]).swapaxes(-1, -2) @ B  # to a chunk's end: [*grouped, head_dim, state]
 
     to_chunk = mx.exp((sums[..., -1, 0].reshape(heads, chunks) @ _interval_sums(chunks)).reshape(heads, chunks, chunks + 1))
     to_chunk = mx.tril(to_chunk, k=1)
@@ -91,9 +89,9 @@ def step(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state
 
 @lru_cache(maxsize=CHUNK)
 def _interval_sums(n: int) -> mx.array:
-    """Matrix [n, n * (n + 1)] that takes n values to all sums over intervals: column (i, j) sums those from j to i, 0 for j > i.
+    """Matrix [n, n * (n + 1)] that takes n values to their sums over all intervals.
 
-    Read as [n, n + 1], column j = 0 .. n of row i holds the sum of what lies after position j - 1 up to i.
+    Read as [n, n + 1], column j of row i holds the sum from position j to i: 0 for j > i.
     """
     first, last, k = np.arange(n + 1)[None, :, None], np.arange(n)[:, None, None], np.arange(n)[None, None, :]
     inside = (first <= k) & (k <= last)  # [last, first, k]
