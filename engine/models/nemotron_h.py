@@ -1,13 +1,13 @@
 """Nemotron-H and Nemotron 3: layers of one mixer each, which is Mamba-2, attention, an MLP, or a mixture of experts.
 
-https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20856; fields and weight names as in Hugging Face checkpoints of
+https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20848; fields and weight names as in Hugging Face checkpoints of
 model_type `nemotron_h`. Attention has no position encoding. Multimodal checkpoints (Nano VL, Nano Omni) serve their text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -155,7 +155,7 @@ def keep_float32(name: str) -> bool:
 
 
 class MixtureOfExperts:
-    """Routed experts, in a latent space of their own where the checkpoint has one, and shared experts that every token takes."""
+    """Routed experts, in a latent space where the checkpoint has one, and shared experts, which every token takes."""
 
     def __init__(self, config: MoEConfig, weights: Weights) -> None:
         self.gate = GroupRouter(
@@ -232,13 +232,13 @@ class Model(BothLayouts):
             )
 
     def make_slots(self) -> list[State]:
-        makers = {MAMBA: self.config.mamba.make_state, ATTENTION: KVState}
+        makers: dict[str, Callable[[], State]] = {MAMBA: self.config.mamba.make_state, ATTENTION: KVState}
         return [makers[kind]() for kind in self.config.pattern if kind in makers]
 
     def hidden(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None = None) -> mx.array:
-        """What the output head and the MTP head read: the states after the last norm, [len(rows), hidden], [T, hidden] for None.
+        """What the output head and the MTP head read: the states after the last norm.
 
-        tokens: int32 [T], as in forward.
+        tokens: int32 [T]. Returns [len(rows), hidden] of these indices into T, or [T, hidden] for None.
         """
         spans = self.own(spans)
         x = self.embeddings(tokens)  # [T, hidden]

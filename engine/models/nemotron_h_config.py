@@ -1,4 +1,4 @@
-"""config.json of Nemotron-H and Nemotron 3: the kinds of layers in every spelling, mixers' sizes, and what only the files say."""
+"""config.json of Nemotron-H and Nemotron 3: kinds of layers in every spelling, sizes of mixers, and what only files say."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ class Config:
 
 
 def text_fields(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The language model's fields and their prefix: those of `llm_config` or `text_config` where a multimodal config nests them.
+    """The language model's fields and their prefix.
 
-    Nested fields replace the top level entirely.
+    Multimodal configs nest them in `llm_config` or `text_config`, which replaces the top level entirely.
     """
     for name in ("llm_config", "text_config"):
         if raw.get(name) is not None:
@@ -140,9 +140,7 @@ def _spelled(raw: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         if spelled.get(older) is None:
             continue
         if spelled.setdefault(name, spelled[older]) != spelled[older]:
-            raise Fields(raw, prefix).error(
-                older, f"and {name} {spelled[name]!r:.80} are two spellings of one field that contradict"
-            )
+            raise Fields(raw, prefix).error(older, f"and {name} {spelled[name]!r:.80} are one field and contradict")
     return spelled
 
 
@@ -163,9 +161,7 @@ def _pattern(fields: Fields, letters: str, lists: tuple[str, ...]) -> str | None
         value = fields.raw[letters]
         value = value.strip() if isinstance(value, str) else value
         if not isinstance(value, str) or not 1 <= len(value) <= _MAX_LAYERS or any(kind not in _LETTERS for kind in value):
-            raise fields.error(
-                letters, f"must be 1 to {_MAX_LAYERS} characters of M (Mamba), * or A (attention), E (MoE), - (MLP)"
-            )
+            raise fields.error(letters, f"must be 1 to {_MAX_LAYERS} of M (Mamba), * or A (attention), E (MoE), - (MLP)")
         found[letters] = "".join(_LETTERS[kind] for kind in value)
     for name in lists:
         if fields.has(name):
@@ -174,9 +170,8 @@ def _pattern(fields: Fields, letters: str, lists: tuple[str, ...]) -> str | None
                 raise fields.error(name, f"must be a list of 1 to {_MAX_LAYERS} names")
             for i, kind in enumerate(kinds):
                 if not isinstance(kind, str) or kind not in _NAMES:
-                    raise Refused(
-                        f"config field {fields.prefix}{name}[{i}] = {kind!r:.80} is not supported (supported: {', '.join(_NAMES)})"
-                    )
+                    field_name, known = f"{fields.prefix}{name}[{i}]", ", ".join(_NAMES)
+                    raise Refused(f"config field {field_name} = {kind!r:.80} is not supported (supported: {known})")
             found[name] = "".join(_NAMES[kind] for kind in kinds)
     for name, pattern in found.items():
         first = next(iter(found))
@@ -223,7 +218,7 @@ def _time_step_limit(fields: Fields) -> tuple[float, float]:
     if value is None:
         return 0.0, math.inf
     numbers = [_number(part) for part in value] if isinstance(value, (list, tuple)) and len(value) == 2 else [math.nan]
-    if len(numbers) != 2 or not 0.0 <= numbers[0] < math.inf or not 0.0 < numbers[1] or not numbers[0] <= numbers[1]:
+    if len(numbers) != 2 or not (0.0 <= numbers[0] < math.inf and numbers[0] <= numbers[1] and numbers[1] > 0.0):
         raise fields.error("time_step_limit", "must be two numbers from 0, the lower first; the upper may be Infinity")
     return numbers[0], numbers[1]
 

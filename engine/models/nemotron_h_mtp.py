@@ -87,7 +87,7 @@ def layer_kind(prefix: str, names: Collection[str]) -> str:
 
 
 class MTPHead:
-    """Slots: one KV state per attention layer of the head, apart from the trunk's. The embedding and output head are the trunk's.
+    """Slots: one KV state per attention layer of the head, apart from the trunk's. Embedding and output head are the trunk's.
 
     layers: (x [T, hidden], spans) -> [T, hidden], in order.
     """
@@ -118,8 +118,8 @@ class MTPHead:
     def __call__(
         self, hidden: mx.array, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None = None
     ) -> tuple[mx.array, mx.array]:
-        """hidden [T, hidden]: of the trunk (`Model.hidden`), or of the head's own last call, at each position; tokens int32 [T]:
-        the token after it; spans: of positions, with this head's slots.
+        """hidden [T, hidden]: of the trunk (`Model.hidden`), or of the head's own last call, at each position.
+        tokens int32 [T]: the token after each position. spans: of positions, with this head's slots.
 
         Returns the logits [len(rows), vocab] of the token after `tokens`, and the head's hidden states [len(rows), hidden].
         """
