@@ -30,7 +30,7 @@ from engine.state import KVState, Span, State
 __all__ = ["Config", "Model", "canonical", "complete", "ignored", "keep_float32", "parameters", "text_fields"]
 
 _BODY = re.compile(r"(?:model\.)?(?:language_model\.)?(?:(?:model\.)?backbone\.|model\.(?=embeddings|layers|norm_f))")
-_CONTAINER = re.compile(r"(?:model\.)?language_model\.(?=lm_head|mtp)")
+_CONTAINER = re.compile(r"\A(?:model\.)?language_model\.(?=lm_head|mtp)")
 _STACKED = re.compile(r"\.experts\.(?:up|down)_proj\Z")
 _OPTIONAL = re.compile(r"lm_head\.weight\Z|mtp\.|.*(?:\.bias|\.mixer\.(?:experts|shared_experts)\.(?:up|down)_proj\.weight)\Z")
 _FLOAT32 = re.compile(r".*\.mixer\.(?:gate\..*|conv1d\..*|A_log|D|dt_bias)\Z")

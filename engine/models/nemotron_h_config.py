@@ -137,9 +137,12 @@ def _spelled(raw: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Today's names for older ones."""
     spelled = dict(raw)
     for older, name in _OLDER.items():
-        if spelled.get(older) is None:
+        value = raw.get(older)
+        if value is None:
             continue
-        if spelled.setdefault(name, spelled[older]) != spelled[older]:
+        if spelled.get(name) is None:
+            spelled[name] = value
+        elif spelled[name] != value:
             raise Fields(raw, prefix).error(older, f"and {name} {spelled[name]!r:.80} are one field and contradict")
     return spelled
 
