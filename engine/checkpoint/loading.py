@@ -13,6 +13,7 @@ from typing import Any
 from engine import models
 from engine.checkpoint import directory, gguf_convert, gguf_header, hub
 from engine.checkpoint.bounded import MAX_CONFIG_BYTES, one_line, read_json, shown
+from engine.checkpoint.packed import weight_shapes
 from engine.checkpoint.plan import read_plan
 from engine.checkpoint.read import COMPUTE_DTYPES, GGUF_DTYPES
 from engine.checkpoint.weights import read_weights
@@ -78,20 +79,26 @@ def load(source: str | Path, *, dtype: str | None = None, quantised: str | None 
 
 
 def _load_directory(path: Path, source: str, dtype: str | None, quantised: str | None) -> Checkpoint:
+    """A family may define `text_fields(raw)`, the fields of the language model in a multimodal config, and
+    `complete(config, shapes)`, the config with what only the files say (and what read_weights asks for).
+    """
     raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
     model_type = _model_type(raw)
     family = models.family(model_type)
     config = family.Config.from_dict(raw)
-    plan = read_plan(raw, directory.hf_quant_config(path))
+    text: Mapping[str, Any] = family.text_fields(raw)[0] if hasattr(family, "text_fields") else raw
+    plan = read_plan(raw, directory.hf_quant_config(path)) or read_plan(text, None)
     headers = directory.tensor_headers(path)
+    if hasattr(family, "complete"):
+        config = family.complete(config, weight_shapes(headers, plan, family.canonical))
     tokenizer_file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
     template = directory.chat_template(path)
-    eos = directory.eos_token_ids(path, raw, config.vocab_size)
+    eos = directory.eos_token_ids(path, text, config.vocab_size)
     weights, used, notes = read_weights(family, config, headers, plan=plan, dtype=dtype, quantised=quantised)
     if tokenizer is None:
         notes.append("no tokenizer: the directory has no tokenizer.json")
-    specials = _specials(raw, tokenizer) | directory.special_tokens(path)
+    specials = _specials(text, tokenizer) | directory.special_tokens(path)
     return Checkpoint(model_type, config, raw, weights, used, tokenizer, template, specials, eos, source, notes)
 
 
@@ -130,6 +137,8 @@ def _model_type(raw: Mapping[str, Any]) -> str:
     if model_type is None and isinstance(architectures, list):
         known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]
         model_type = models.ARCHITECTURES[known[0]] if known else None
+    if isinstance(model_type, str):
+        model_type = models.ALIASES.get(model_type, model_type)
     if not isinstance(model_type, str):
         raise ConfigError(
             f"config field model_type must name a family (got {shown(model_type)}; known: {', '.join(models.FAMILIES)})"

@@ -11,7 +11,7 @@ from engine.checkpoint.plan import Plan, Scheme
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError
 
-__all__ = ["Packed", "find_packed"]
+__all__ = ["Packed", "find_packed", "weight_shapes"]
 
 FLOATS = ("F32", "F16", "BF16")
 E8M0 = ("U8", "F8_E8M0")
@@ -29,6 +29,7 @@ _ENDS = {
     "_blocks": "blocks",
     "_scales": "scales",
 }
+_MAIN = ("weight", "weight_packed", "blocks")  # the part that holds the codes, or the values
 # Scales of activations and of the KV cache, which this engine keeps in its compute dtype.
 _ACTIVATIONS = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 
@@ -79,7 +80,7 @@ def find_packed(
         of_parameter[found[1]] = header
     packed: dict[str, Packed] = {}
     for name, found_parts in parts.items():
-        main = next((found_parts[key] for key in ("weight", "weight_packed", "blocks") if key in found_parts), None)
+        main = next((found_parts[key] for key in _MAIN if key in found_parts), None)
         if main is None or main.dtype in FLOATS:  # plain; a scale beside it is left for the accounting to complain of
             rest |= {header.name: header for header in found_parts.values()}
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.layers.quantised import QuantisedTensor, Weight
 __all__ = ["FLOATS", "read_weights"]
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
+_PARTS_SHOWN = 16
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -85,8 +87,10 @@ def read_weights(
             )
     left = [name for name in plain if name not in parameters]
     if left:
+        parts = Counter(name.partition(".")[0] for name in left)
         notes.append(
-            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers), first {shown(left[0])}"
+            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers, towers of other media): "
+            + ", ".join(f"{shown(part)} {count}" for part, count in sorted(parts.items())[:_PARTS_SHOWN])
         )
     return weights, used, notes
 
