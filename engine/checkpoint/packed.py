@@ -93,6 +93,27 @@ def find_packed(
     return packed, rest
 
 
+def weight_shapes(
+    headers: Mapping[str, TensorHeader], plan: Plan | None, canonical: Callable[[str], str]
+) -> dict[str, tuple[int, ...]]:
+    """Parameter-like names -> shapes of the tensors, as far as names alone say: for what only the files tell of a model.
+
+    Of a packed parameter it is the shape of the codes; its other parts and the scales of activations are left out.
+    """
+    shapes = {}
+    for name, header in headers.items():
+        main = name
+        if plan is not None:
+            if name.endswith(_ACTIVATIONS):
+                continue
+            end, part = next(((end, part) for end, part in _ENDS.items() if name.endswith(end)), ("", "weight"))
+            if part not in _MAIN:
+                continue
+            main = name if part == "weight" else name[: -len(end)] + (".weight" if part == "weight_packed" else "")
+        shapes[canonical(main)] = header.shape
+    return shapes
+
+
 def _part(name: str, parameters: Mapping[str, tuple[int, ...]], canonical: Callable[[str], str]) -> tuple[str, str] | None:
     """The parameter that a tensor belongs to, and as what part; None where it is none of a matrix."""
     found = canonical(name)
