@@ -14,6 +14,7 @@ from typing import Any, NewType
 import mlx.core as mx
 import numpy as np
 
+from engine.counting import counting
 from engine.errors import Refused, RowsError, SequenceError
 from engine.models.model import Model
 from engine.state import SequenceStateLayout, Span, State, StateSnapshot
@@ -331,7 +332,8 @@ class Engine:
         for state, length in zip(states, lengths, strict=True):
             spans.append(Span(start, length, state.length, state.slots, padding))
             start += length
-        logits = self.model.forward(tokens, spans, rows)
+        with counting(self.counters):
+            logits = self.model.forward(tokens, spans, rows)
         self.counters["empty_slice_forwards"] += not any(span.slots for span in spans)
         for state, length in zip(states, lengths, strict=True):
             state.length += length - padding

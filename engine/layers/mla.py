@@ -18,6 +18,7 @@ from engine.layers.activations import softmax
 from engine.layers.attention import attention, causal
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
+from engine.layers.quantised import dense
 from engine.layers.rope import RopeConfig, rotate_interleaved, yarn_mscale
 from engine.layers.weights import Weights
 from engine.state import Span
@@ -94,7 +95,7 @@ class MLA:
         self.kv_a_layernorm = RMSNorm(weights.at("kv_a_layernorm"), LATENT_EPS)
         self.latent_scale = math.sqrt(c.hidden_size / c.kv_lora_rank) if c.mla_scale_kv_lora else 1.0
         self.kv_b_proj = Linear(weights.at("kv_b_proj"), bias=False)
-        per_head = self.kv_b_proj.weight.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+        per_head = dense(self.kv_b_proj.weight).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
         self.k_b = per_head[:, : c.qk_nope_head_dim]  # [heads, nope, kv_lora]
         self.v_b = per_head[:, c.qk_nope_head_dim :]  # [heads, v, kv_lora]
         self.o_proj = Linear(weights.at("o_proj"), bias)

@@ -6,17 +6,15 @@ in the choice of experts, never in their weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
-import numpy as np
 
-from engine.layers.activations import softmax
-from engine.layers.mlp import MLP
+from engine.layers.activations import silu, softmax
+from engine.layers.mapped import BlockMap, moe_gather_qmm_mapped, values_of
 from engine.layers.weights import Weights
 
-__all__ = ["Experts", "MixtureOfExperts", "PlainExperts", "Router"]
+__all__ = ["BlockMap", "Experts", "GatedExperts", "MixtureOfExperts", "Router", "moe_gather_qmm_mapped", "values_of"]
 
 
 class Router:
@@ -54,35 +52,25 @@ class Experts(Protocol):
         ...
 
 
-class PlainExperts:
-    """Experts that are evaluated one after another, each once for all its tokens; experts without tokens are not touched.
+class GatedExperts:
+    """SwiGLU experts with the weights `{expert}.{gate,up,down}_proj.weight`, or stacked without `{expert}.`."""
 
-    The ids are read on the host, which evaluates what leads to them.
-    """
-
-    def __init__(self, experts: Sequence[MLP]) -> None:
+    def __init__(self, weights: Weights, experts: int) -> None:
+        self.gate_proj = weights.stacked(experts, "gate_proj.weight")  # [experts, intermediate, hidden]
+        self.up_proj = weights.stacked(experts, "up_proj.weight")
+        self.down_proj = weights.stacked(experts, "down_proj.weight")  # [experts, hidden, intermediate]
         self.experts = experts
+        self.values = values_of(self.gate_proj, self.up_proj, self.down_proj)
 
     def __len__(self) -> int:
-        return len(self.experts)
+        return self.experts
 
     def __call__(self, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
-        chosen = np.asarray(ids).reshape(-1)
-        order = np.argsort(chosen, kind="stable")  # choices by expert, in each the tokens in order
-        order = order[: np.count_nonzero(chosen < len(self))]
-        out = mx.zeros(x.shape, mx.float32)
-        if not order.size:
-            return out
-        if x.shape[0] == 1:  # one token: nothing to group, gather or scatter
-            parts = [self.experts[chosen[choice]](x) * weights[:, int(choice), None] for choice in order]
-            return sum(parts, out)
-        tokens = order // ids.shape[1]
-        occupied, starts = np.unique(chosen[order], return_index=True)
-        parts = []
-        for expert, start, stop in zip(occupied, starts, [*starts[1:], order.size], strict=True):
-            parts.append(self.experts[expert](x[mx.array(tokens[start:stop])]))
-        outputs = parts[0] if len(parts) == 1 else mx.concatenate(parts)  # [choices, hidden]
-        return out.at[mx.array(tokens)].add(outputs * weights.reshape(-1)[mx.array(order)][:, None])
+        blocks = BlockMap(ids, self.experts, self.values)
+        rows = blocks.gather(x)
+        gate = moe_gather_qmm_mapped(rows, self.gate_proj, blocks)
+        up = moe_gather_qmm_mapped(rows, self.up_proj, blocks)
+        return blocks.combine(moe_gather_qmm_mapped(silu(gate) * up, self.down_proj, blocks), weights)
 
 
 class MixtureOfExperts:

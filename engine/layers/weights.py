@@ -6,18 +6,37 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
+from engine.layers.quantised import QuantisedTensor, Weight, stack
+
 __all__ = ["Weights"]
 
 
 class Weights:
     """A checkpoint's weights below a prefix: `weights.at("model.layers.0")["self_attn.q_proj.weight"]`."""
 
-    def __init__(self, arrays: Mapping[str, mx.array], prefix: str = "") -> None:
-        self._arrays = arrays
+    def __init__(self, tensors: Mapping[str, Weight], prefix: str = "") -> None:
+        self._tensors = tensors
         self._prefix = prefix
 
     def at(self, name: str) -> Weights:
-        return Weights(self._arrays, f"{self._prefix}{name}.")
+        return Weights(self._tensors, f"{self._prefix}{name}.")
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._tensors
 
     def __getitem__(self, name: str) -> mx.array:
-        return self._arrays[self._prefix + name]
+        """A parameter that is an array: a norm, a bias, a router. Raises TypeError for a quantised one."""
+        tensor = self._tensors[self._prefix + name]
+        if isinstance(tensor, QuantisedTensor):
+            raise TypeError(f"{self._prefix}{name} is quantised ({tensor.mode})")
+        return tensor
+
+    def matrix(self, name: str) -> Weight:
+        """A parameter that a format may quantise: of a linear map, an embedding, an expert."""
+        return self._tensors[self._prefix + name]
+
+    def stacked(self, experts: int, name: str) -> Weight:
+        """One matrix of all experts [experts, out, in]: `name` as it is, or `0.name` to `{experts - 1}.name` stacked."""
+        if name in self:
+            return self.matrix(name)
+        return stack([self.matrix(f"{expert}.{name}") for expert in range(experts)])

@@ -15,8 +15,11 @@ import mlx.core as mx
 
 from engine.errors import Refused
 from engine.fields import Fields
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
+from engine.layers.quantised import Weight
 from engine.layers.rope import Rope, RopeConfig
 from engine.layers.rotary_attention import Attention
 from engine.layers.weights import Weights
@@ -141,14 +144,14 @@ class Block:
 class Model(BothLayouts):
     """Slots: one KV state per block."""
 
-    def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, Weight]) -> None:
         root = Weights(weights)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.embed_tokens = root["model.embed_tokens.weight"]  # [vocab, hidden]
+        self.embed_tokens = Embedding(root.at("model.embed_tokens"))
         self.layers = [Block(config, root.at(f"model.layers.{i}"), slot=i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(root.at("model.norm"), config.rms_norm_eps)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else root["lm_head.weight"]
+        self.lm_head = self.embed_tokens.as_head if config.tie_word_embeddings else Linear(root.at("lm_head"))
         self.rope = Rope(config.rope, config.head_dim)
 
     def make_slots(self) -> list[State]:
@@ -158,9 +161,9 @@ class Model(BothLayouts):
         """tokens: int32 [T]. Returns logits [len(rows), vocab] of these indices into T, or [T, vocab] for None."""
         spans = self.own(spans)
         cos, sin = self.rope.tables(positions(spans))
-        x = self.embed_tokens[tokens]  # [T, hidden]
+        x = self.embed_tokens(tokens)  # [T, hidden]
         for layer in self.layers:
             x = layer(x, cos, sin, spans)
         if rows is not None:
             x = x[mx.array(list(rows), dtype=mx.int32)]
-        return self.norm(x) @ self.lm_head.T
+        return self.lm_head(self.norm(x))

@@ -14,10 +14,13 @@ import mlx.core as mx
 
 from engine.errors import Refused
 from engine.fields import Fields
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
 from engine.layers.mla import MLA, MLAConfig
 from engine.layers.mlp import MLP
-from engine.layers.moe import MixtureOfExperts, PlainExperts, Router
+from engine.layers.moe import GatedExperts, MixtureOfExperts, Router
 from engine.layers.norm import RMSNorm
+from engine.layers.quantised import Weight
 from engine.layers.rope import Rope, RopeConfig
 from engine.layers.weights import Weights
 from engine.models.layouts import BothLayouts
@@ -194,7 +197,7 @@ class Block:
             normalise=c.norm_topk_prob,
             scale=c.routed_scaling_factor,
         )
-        experts = PlainExperts([MLP(weights.at(f"mlp.experts.{e}")) for e in range(c.n_routed_experts)])
+        experts = GatedExperts(weights.at("mlp.experts"), c.n_routed_experts)
         self.mlp = MixtureOfExperts(router, experts)
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array, spans: Sequence[Span]) -> mx.array:
@@ -209,14 +212,14 @@ class Block:
 class Model(BothLayouts):
     """Slots: two KV states a layer, of its first and its second attention."""
 
-    def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, Weight]) -> None:
         root = Weights(weights)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.embed_tokens = root["model.embed_tokens.weight"]  # [vocab, hidden]
+        self.embed_tokens = Embedding(root.at("model.embed_tokens"))
         self.layers = [Block(config, root.at(f"model.layers.{i}"), slot=SUB_LAYERS * i) for i in range(config.num_layers)]
         self.norm = RMSNorm(root.at("model.norm"), config.rms_norm_eps)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else root["lm_head.weight"]
+        self.lm_head = self.embed_tokens.as_head if config.tie_word_embeddings else Linear(root.at("lm_head"))
         self.rope = Rope(config.attention.rope, config.attention.qk_rope_head_dim, interleaved=True)
 
     def make_slots(self) -> list[State]:
@@ -224,7 +227,7 @@ class Model(BothLayouts):
 
     def embed(self, tokens: mx.array, spans: Sequence[Span]) -> mx.array:
         """int32 [T] -> [T, hidden]."""
-        return self.embed_tokens[tokens]
+        return self.embed_tokens(tokens)
 
     def forward(self, tokens: mx.array, spans: Sequence[Span], rows: Sequence[int] | None) -> mx.array:
         """tokens: int32 [T]. Returns logits [len(rows), vocab] of these indices into T, or [T, vocab] for None."""
@@ -235,4 +238,4 @@ class Model(BothLayouts):
             x = layer(x, cos, sin, spans)
         if rows is not None:
             x = x[mx.array(list(rows), dtype=mx.int32)]
-        return self.norm(x) @ self.lm_head.T
+        return self.lm_head(self.norm(x))

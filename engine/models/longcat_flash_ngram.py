@@ -15,6 +15,8 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.fields import Fields
+from engine.layers.embedding import Embedding
+from engine.layers.quantised import Weight, dense
 from engine.layers.weights import Weights
 from engine.models import longcat_flash
 from engine.models.longcat_flash import SUB_LAYERS, ignored, keep_float32, refuse_variants, trunk_fields
@@ -113,12 +115,12 @@ class NgramEmbedding:
     where it or a token between it and a is the end of a text.
     """
 
-    def __init__(self, config: Config, weights: Weights, words: mx.array) -> None:
-        self.words = words  # [vocab, hidden]
+    def __init__(self, config: Config, weights: Weights, words: Embedding) -> None:
+        self.words = words
         self.eos_token_id = config.eos_token_id
         self.width = config.emb_neighbor_num - 1  # predecessors that it looks at
-        self.tables = [weights[f"embedders.{t}.weight"] for t in range(len(config.table_rows))]  # [M, hidden / tables]
-        projections = [weights[f"post_projs.{t}.weight"] for t in range(len(self.tables))]
+        self.tables = [Embedding(weights.at(f"embedders.{t}")) for t in range(len(config.table_rows))]  # [M, hidden / tables]
+        projections = [dense(weights.matrix(f"post_projs.{t}.weight")) for t in range(len(self.tables))]
         self.projection = mx.concatenate(projections, axis=1)  # [hidden, hidden]
         powers = np.zeros((1 + self.width, len(self.tables)), np.int64)
         for t, modulus in enumerate(config.table_rows):
@@ -131,8 +133,8 @@ class NgramEmbedding:
         """contexts: of each span, int32 [width + n], the tokens before its n tokens and these. Returns [sum of n, hidden]."""
         tokens = _joined([context[self.width :] for context in contexts])
         ids = self.row_ids(contexts)
-        rows = mx.concatenate([table[ids[:, t]] for t, table in enumerate(self.tables)], axis=-1)  # [T, hidden]
-        return (self.words[tokens] + rows @ self.projection.T) / (1 + len(self.tables))
+        rows = mx.concatenate([table(ids[:, t]) for t, table in enumerate(self.tables)], axis=-1)  # [T, hidden]
+        return (self.words(tokens) + rows @ self.projection.T) / (1 + len(self.tables))
 
     def row_ids(self, contexts: Sequence[mx.array]) -> mx.array:
         """Rows in the tables: int64 [T, tables]. Sums reach width * vocab * M, which 32 bits do not hold."""
@@ -155,7 +157,7 @@ class Model(longcat_flash.Model):
 
     config: Config
 
-    def __init__(self, config: Config, weights: Mapping[str, mx.array]) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, Weight]) -> None:
         super().__init__(config, weights)
         self.ngram_embeddings = NgramEmbedding(config, Weights(weights).at("model.ngram_embeddings"), self.embed_tokens)
 

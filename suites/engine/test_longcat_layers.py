@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from engine.layers.mla import MLA
-from engine.layers.mlp import MLP
-from engine.layers.moe import MixtureOfExperts, PlainExperts, Router
+from engine.layers.moe import GatedExperts, MixtureOfExperts, Router
 from engine.layers.rope import Rope, RopeConfig, rotate_interleaved
 from engine.layers.weights import Weights
 from engine.models import longcat_flash
@@ -136,7 +135,7 @@ def experts(x: np.ndarray, ids: np.ndarray, weights_: np.ndarray, hidden: int = 
     rng = np.random.default_rng(3)
     shapes = {"gate_proj": (10, hidden), "up_proj": (10, hidden), "down_proj": (hidden, 10)}
     arrays = {f"{e}.{n}.weight": mx.array(rng.normal(size=s).astype(np.float32)) for e in range(4) for n, s in shapes.items()}
-    layer = PlainExperts([MLP(Weights(arrays).at(str(e))) for e in range(4)])
+    layer = GatedExperts(Weights(arrays), 4)
     made = MixtureOfExperts(lambda _: (mx.array(ids), mx.array(weights_.astype(np.float32))), layer)  # type: ignore[arg-type]
     got = np.array(made(mx.array(x.astype(np.float32))))
     expected = np.zeros_like(x)

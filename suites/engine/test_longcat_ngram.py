@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.errors import Refused
+from engine.layers.embedding import Embedding
 from engine.layers.weights import Weights
 from engine.models import longcat_flash_ngram
 from engine.models.longcat_flash_ngram import NgramEmbedding
@@ -19,7 +20,9 @@ from suites.engine.tiny_longcat import EOS, NGRAM, expected_embedding, expected_
 def embedding(**changes: Any) -> NgramEmbedding:
     config = longcat_flash_ngram.Config.from_dict(NGRAM | changes)
     arrays = {name: mx.array(w) for name, w in weights(config, longcat_flash_ngram).items()}
-    return NgramEmbedding(config, Weights(arrays).at("model.ngram_embeddings"), arrays["model.embed_tokens.weight"])
+    return NgramEmbedding(
+        config, Weights(arrays).at("model.ngram_embeddings"), Embedding(Weights(arrays).at("model.embed_tokens"))
+    )
 
 
 def hashes(**changes: Any) -> NgramEmbedding:
@@ -28,7 +31,9 @@ def hashes(**changes: Any) -> NgramEmbedding:
     config = longcat_flash_ngram.Config.from_dict(raw)
     count = len(config.table_rows)
     names = (f"{kind}.{t}.weight" for kind in ("embedders", "post_projs") for t in range(count))
-    return NgramEmbedding(config, Weights({name: mx.zeros((1, 1)) for name in names}), mx.zeros((1, 1)))
+    return NgramEmbedding(
+        config, Weights({name: mx.zeros((1, 1)) for name in names}), Embedding(Weights({"weight": mx.zeros((1, 1))}))
+    )
 
 
 def row_ids(made: NgramEmbedding, pieces: list[list[int]]) -> list[list[int]]:
