@@ -17,7 +17,7 @@ import numpy as np
 from engine.counting import counting
 from engine.errors import Refused, RowsError, SequenceError
 from engine.models.model import Model
-from engine.state import SequenceStateLayout, Span, State
+from engine.state import SequenceStateLayout, Span, State, StateSnapshot
 
 __all__ = ["PREFILL_CHUNK", "Engine", "SequenceId", "Snapshot"]
 
@@ -27,24 +27,37 @@ CLEAR_CACHE_FROM = 256  # tokens of a chunk whose buffers are given back: the ne
 SequenceId = NewType("SequenceId", int)
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """Where a call began, to take the sequence back to after an error."""
+
+    length: int
+    checkpoints: list[Any]  # one per slot
+
+
 @dataclass
 class _Sequence:
     slots: list[State]
     length: int = 0  # the one position counter of the sequence
     growths: int = 0  # of its slots, as far as counted
+    mark: _Mark | None = None  # of the last call that can still be taken back
     lost: bool = False  # an error struck while its state could not be taken back; the state is released
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a sequence's state after `length` tokens, for `Engine.restore`; later work on the sequence leaves it alone."""
+    """A sequence's state after `length` tokens, for `Engine.restore`; later work on the sequence leaves it alone.
+
+    Tokens are copied when the sequence overwrites or drops them, not before.
+    """
 
     length: int
-    states: tuple[Any, ...] = field(repr=False)  # of each slot's snapshot()
+    states: tuple[StateSnapshot | None, ...] = field(repr=False)  # one per slot
     model: Model = field(repr=False)
 
     @property
     def nbytes(self) -> int:
+        """Bytes that were copied so far."""
         return sum(state.nbytes for state in self.states if state is not None)
 
 
@@ -97,10 +110,10 @@ class Engine:
 
     def close(self, sequence: SequenceId) -> None:
         """Release the sequence and its state."""
-        if self._sequences.pop(sequence, None) is None:
+        state = self._sequences.pop(sequence, None)
+        if state is None:
             raise SequenceError(f"sequence {sequence} is not open (closed before, or of another engine)")
-        if not self.owns_state:
-            self.model.reset_runtime_state()
+        self._release(state)
         self.counters["closed"] += 1
 
     def length(self, sequence: SequenceId) -> int:
@@ -139,7 +152,7 @@ class Engine:
         if len(tokens) == 0:
             raise SequenceError("nothing to prefill: the list of tokens is empty")
         ids = self._checked(tokens)
-        before = state.length
+        self._mark([state])
         parts = []
         try:
             for start in range(0, len(ids), chunk):
@@ -157,7 +170,7 @@ class Engine:
                 if len(piece) >= CLEAR_CACHE_FROM:
                     mx.clear_cache()
         except BaseException:
-            self._undo(state, before)
+            self._undo([state])
             raise
         self.counters["prefill_tokens"] += len(ids)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -180,14 +193,15 @@ class Engine:
         if not tokens:
             raise SequenceError("nothing to step: no sequence was given")
         states = [self._sequences[sequence] for sequence in tokens]
-        before = [state.length for state in states]
+        self._mark(states)
         try:
             logits = self._step(states, mx.array(np.concatenate(ids)))
             self._evaluate([logits], states)
         except BaseException:
-            for state, length in zip(states, before, strict=True):
-                self._undo(state, length)
+            self._undo(states)
             raise
+        for state in states:  # nothing of it is in flight
+            state.mark = None
         return logits
 
     def step_async(self, sequence: SequenceId, token: mx.array) -> mx.array:
@@ -196,11 +210,11 @@ class Engine:
         Returns logits [1, vocab] that are not evaluated: the caller evaluates them, with `pending_arrays`, before long.
         """
         state = self._get(sequence)
-        before = state.length
+        self._mark([state])
         try:
             return self._step([state], token)
         except BaseException:
-            self._undo(state, before)
+            self._undo([state])
             raise
 
     def pending_arrays(self, sequence: SequenceId) -> list[mx.array]:
@@ -220,24 +234,36 @@ class Engine:
         for slot in state.slots:
             slot.rewind(n)
         state.length -= n
+        state.mark = None
         self.counters["rewinds"] += 1
         self.counters["rewound_tokens"] += n
 
     def abandon(self, sequence: SequenceId, length: int) -> None:
-        """Go back to `length` tokens after an error. A sequence whose state cannot go back is lost and its state released."""
+        """Go back to `length` tokens after an error: any number where states rewind, else to before the last prefill or
+        step_async. A sequence whose state cannot go back is lost and its state released.
+        """
         state = self._sequences.get(sequence)
-        if state is not None and not state.lost and state.length > length:
-            self._undo(state, length)
+        if state is None or state.lost or state.length <= length:
+            return
+        if state.mark is not None and state.mark.length == length:
+            self._undo([state])
+        elif self.owns_state and all(slot.can_rewind(state.length - length) for slot in state.slots):
+            for slot in state.slots:
+                slot.rewind(slot.length - length)
+            state.length, state.mark = length, None
+        else:
+            self._lose(state)
 
     def snapshot(self, sequence: SequenceId) -> Snapshot:
-        """A copy of the sequence's state. Raises Refused, and counts `reuse_declined`, where the model supports no reuse."""
+        """The sequence's state as it is now. Raises Refused, and counts `reuse_declined`, where the model supports no reuse."""
         self._require_reuse()
         state = self._get(sequence)
         self.counters["snapshots"] += 1
         return Snapshot(state.length, tuple(slot.snapshot() for slot in state.slots), self.model)
 
     def restore(self, snapshot: Snapshot, into: SequenceId | None = None) -> SequenceId:
-        """A sequence that stands where the snapshot was taken: a new one, or `into`, whatever that held or lost before.
+        """A sequence that stands where the snapshot was taken: a new one, or `into`, whatever that held or lost before. Going
+        back in the sequence it was taken of copies no tokens.
 
         Raises Refused as `snapshot` does, SequenceError for a snapshot of another engine.
         """
@@ -247,11 +273,20 @@ class Engine:
             raise SequenceError(f"sequence {into} is not open (closed, or of another engine)")
         if snapshot.model is not self.model:
             raise SequenceError("the snapshot was taken by another engine; its states may be of another form")
-        slots = self.model.make_slots()
-        for slot, saved in zip(slots, snapshot.states, strict=True):
-            slot.restore(saved)
-        mx.eval([array for slot in slots for array in slot.arrays()])
-        state.slots, state.length, state.growths, state.lost = slots, snapshot.length, 0, False
+        if into is None or state.lost:
+            state.slots, state.growths, state.lost = self.model.make_slots(), 0, False
+        try:
+            for slot, saved in zip(state.slots, snapshot.states, strict=True):
+                if saved is None:
+                    slot.free()
+                else:
+                    reached = slot.restore(saved, snapshot.length)
+                    assert reached, f"a snapshot of all tokens restores into any {type(slot).__name__}"
+            mx.eval(self._arrays(state))
+        except BaseException:
+            self._lose(state)
+            raise
+        state.length, state.mark = snapshot.length, None
         self.counters["restores"] += 1
         return self._register(state) if into is None else into
 
@@ -315,17 +350,35 @@ class Engine:
             return self.model.runtime_arrays()
         return [array for slot in state.slots for array in slot.arrays()]
 
-    def _undo(self, state: _Sequence, length: int) -> None:
-        """Take back what a failed forward appended; where a state cannot go back, the sequence is lost and its state freed."""
-        extra = [slot.length - length for slot in state.slots]
-        if self.owns_state and all(slot.can_rewind(n) for slot, n in zip(state.slots, extra, strict=True)):
-            for slot, n in zip(state.slots, extra, strict=True):
-                slot.rewind(n)
-        else:
-            state.lost, state.slots = True, []
-            if not self.owns_state:
-                self.model.reset_runtime_state()
-        state.length = length
+    def _mark(self, states: list[_Sequence]) -> None:
+        for state in states:
+            state.mark = _Mark(state.length, [slot.checkpoint() for slot in state.slots])
+
+    def _undo(self, states: list[_Sequence]) -> None:
+        """Take back what a failed call did to these sequences; what a model owns cannot be taken back."""
+        for state in states:
+            mark, state.mark = state.mark, None
+            if not self.owns_state or mark is None:
+                self._lose(state)
+                continue
+            try:
+                for slot, checkpoint in zip(state.slots, mark.checkpoints, strict=True):
+                    slot.rollback(checkpoint)
+                state.length = mark.length
+            except BaseException:
+                self._lose(state)
+                raise
+
+    def _lose(self, state: _Sequence) -> None:
+        state.lost, state.length = True, 0
+        self._release(state)
+
+    def _release(self, state: _Sequence) -> None:
+        slots, state.slots, state.mark = state.slots, [], None
+        for slot in slots:
+            slot.free()
+        if not self.owns_state:
+            self.model.reset_runtime_state()
 
     def _get(self, sequence: SequenceId) -> _Sequence:
         state = self._sequences.get(sequence)

@@ -189,6 +189,7 @@ def _stale_state_after_close(planted: Planted) -> list[Patch]:
 
     def leaky_close(self: Engine, sequence: SequenceId) -> None:
         left[self] = self._sequences[sequence].slots if self.owns_state else self.model._caches  # type: ignore[attr-defined]
+        self._sequences[sequence].slots = []  # which are not freed
         close(self, sequence)
 
     return [(Engine, "open", stale_open), (Engine, "close", leaky_close)]
@@ -235,11 +236,12 @@ def _snapshot_lacks_the_last_token(planted: Planted) -> list[Patch]:
 
     restore = KVState.restore
 
-    def short(self: KVState, snapshot: Any) -> None:
-        restore(self, snapshot)
+    def short(self: KVState, snapshot: Any, target: int) -> bool:
+        reached = restore(self, snapshot, target)
         if self.length:
             planted.mark()
             self.rewind(1)
+        return reached
 
     return [(KVState, "restore", short)]
 

@@ -70,4 +70,5 @@ def causal(n: int, length: int, window: int | None = None) -> mx.array:
 def visibility(n: int, length: int, window: int | None = None) -> mx.array:
     """Whether query i of the last n sees key j: bool [n, length]."""
     queries, keys = mx.arange(length - n, length)[:, None], mx.arange(length)
-    return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)

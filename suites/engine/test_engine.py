@@ -183,15 +183,38 @@ def test_a_rewind_that_one_slot_refuses_changes_no_slot():
     np.testing.assert_allclose(np.array(engine.step({sequence: 4}))[0], expected_logits([1, 2, 3, 4])[-1], atol=2e-4)
 
 
+def test_an_error_takes_back_even_a_state_that_cannot_rewind(monkeypatch: pytest.MonkeyPatch):
+    engine = Engine(mixed())
+    sequence = engine.open()
+    engine.prefill(sequence, [1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model.layers[2], "mlp", None)
+        with pytest.raises(TypeError):
+            engine.step({sequence: 4})
+    np.testing.assert_allclose(np.array(engine.step({sequence: 4}))[0], expected_logits([1, 2, 3, 4])[-1], atol=2e-4)
+    engine.step_async(sequence, mx.array([5]))
+    engine.abandon(sequence, 4)
+    np.testing.assert_allclose(np.array(engine.step({sequence: 6}))[0], expected_logits([1, 2, 3, 4, 6])[-1], atol=2e-4)
+    engine.abandon(sequence, 3)  # before the last call, where it cannot go
+    with pytest.raises(SequenceError, match="was lost"):
+        engine.rewind(sequence, 0)
+
+
 def test_a_sequence_whose_state_cannot_be_taken_back_after_an_error_is_lost_alone(monkeypatch: pytest.MonkeyPatch):
     engine = Engine(mixed())
     sequence, other = engine.open(), engine.open()
     engine.prefill(sequence, [1, 2, 3])
     engine.prefill(other, [1, 2, 3])
+
+    def fails(self: KVState, checkpoint: int) -> None:
+        raise MemoryError("no memory")
+
     with monkeypatch.context() as patch:
         patch.setattr(engine.model.layers[2], "mlp", None)
-        with pytest.raises(TypeError):
+        patch.setattr(Recurrent, "rollback", fails)
+        with pytest.raises(MemoryError) as caught:
             engine.step({sequence: 4})
+        assert isinstance(caught.value.__context__, TypeError)
     with pytest.raises(RowsError, match="was lost in an earlier error"):
         engine.step({sequence: 4})
     engine.step({other: 4})

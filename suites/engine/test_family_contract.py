@@ -213,11 +213,17 @@ def test_a_snapshot_outlives_what_it_was_taken_of(dense: Engine, case: Case, len
     assert taken.length == length and (taken.nbytes > 0) == (length > 0)
 
 
-def test_a_rewind_forgets(dense: Engine, case: Case) -> None:
-    history, sequence = tokens(case, 20), dense.open()
+@pytest.mark.parametrize("length", [3, 20])
+def test_a_rewind_forgets_or_is_refused_and_changes_nothing(dense: Engine, case: Case, length: int) -> None:
+    history, sequence = tokens(case, length), dense.open()
     dense.prefill(sequence, history)
-    dense.rewind(sequence, 7)
-    goes_on(dense, sequence, history[:13], case)
+    if all(slot.can_rewind(2) for slot in dense._sequences[sequence].slots):
+        dense.rewind(sequence, 2)
+        history = history[:-2]
+    else:
+        with pytest.raises(Refused, match="cannot rewind 2 tokens"):
+            dense.rewind(sequence, 2)
+    goes_on(dense, sequence, history, case)
 
 
 def test_a_release_frees_memory_and_touches_nothing_in_flight(dense: Engine, case: Case) -> None:
@@ -302,10 +308,11 @@ def test_an_error_at_any_point_of_a_forward_leaves_dense_sequences_as_they_were(
     def step() -> None:
         dense.step(dict.fromkeys(sequences, 5))
 
+    taken = [dense.snapshot(sequence) for sequence in sequences]
     for call in (prefill, step):
         calls = calls_of(dense.model, call)
-        for sequence, history in zip(sequences, histories, strict=True):
-            dense.rewind(sequence, dense.length(sequence) - len(history))
+        for sequence, snapshot in zip(sequences, taken, strict=True):
+            dense.restore(snapshot, sequence)
         for at in points(calls):
             interrupt(dense.model, at, call)
     for sequence, history in zip(sequences, histories, strict=True):

@@ -78,22 +78,23 @@ def test_a_snapshot_survives_rewinds_and_overwrites_and_restores_elsewhere():
     k, v = some(5, 0)
     state.append(mx.array(k), mx.array(v))
     snapshot = state.snapshot()
-    assert snapshot is not None and snapshot.length == 5
+    assert snapshot is not None and snapshot.stop == 5
     state.rewind(5)
     state.append(*[mx.array(a) for a in some(9, 1)])
     other = KVState()
     for target in (other, state):
-        target.restore(snapshot)
+        assert target.restore(snapshot, 5)
         k2, v2 = some(1, 2)
         check(target.append(mx.array(k2), mx.array(v2)), np.concatenate([k, k2], 2), np.concatenate([v, v2], 2))
     assert snapshot.nbytes == 5 * HEADS * (K_DIM + V_DIM) * 4
 
 
-def test_a_snapshot_of_nothing_is_none_and_restores_to_nothing():
+def test_a_snapshot_of_nothing_is_none_and_a_freed_state_holds_nothing():
     state = KVState()
     assert state.snapshot() is None
     state.append(*[mx.array(a) for a in some(3, 0)])
-    state.restore(None)
+    assert state.snapshot(3) is None
+    state.free()
     assert state.length == 0 and state.nbytes == 0
 
 

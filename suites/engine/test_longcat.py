@@ -122,7 +122,7 @@ def test_restored_slots_go_on_as_the_ones_they_were_taken_from(family: str):
     for slot, other in zip(slots, others, strict=True):
         snapshot = slot.snapshot()
         slot.rewind(9)  # a later change of the source does not show
-        other.restore(snapshot)
+        assert other.restore(snapshot, 24)
         assert other.length == 24
     served.forward(mx.array([4, 4, 4]), [Span(0, 3, 15, slots)], [])
     got = served.forward(mx.array(IDS[24:30]), [Span(0, 6, 24, others)], None)

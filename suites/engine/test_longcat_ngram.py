@@ -136,8 +136,8 @@ def test_a_snapshot_of_a_tail_outlives_its_source_and_can_be_rewound():
     snapshot = tail.snapshot()
     tail.rewind(2)
     tail.append(mx.array([9]))
-    other.restore(snapshot)
+    assert other.restore(snapshot, 3)
     other.rewind(1)
     assert np.array(other.append(mx.array([8]))).tolist() == [5, 6, 8]
-    other.restore(None)
+    other.free()
     assert other.length == 0 and other.arrays() == [] and other.nbytes == 0
