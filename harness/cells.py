@@ -19,6 +19,7 @@ from harness.cases.case import Case
 from harness.check import Check
 from harness.outcomes import Outcome
 from harness.target import Target
+from reference_models import text_config
 
 __all__ = [
     "DTYPES",
@@ -147,7 +148,8 @@ class Matrix:
         if self.selection.checks and check.name not in self.selection.checks:
             return
         for subject in self.subjects:
-            if check.applies(subject.case):
+            only = subject.case.checks
+            if check.applies(subject.case) and (not only or check.name in only):
                 for layout in self.selection.layouts or subject.case.layouts:
                     if layout in subject.case.layouts and check.layout in (None, layout):
                         for dtype in self._dtypes(subject.case, layout):
@@ -177,7 +179,7 @@ def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
             raise SelectionError(
                 f"{path}/config.json: model_type is {config.get('model_type')!r:.80}, not the name of a family"
             )
-        vocab = config.get("vocab_size")  # prompts are drawn from it before any target has checked the config
+        vocab = text_config(config).get("vocab_size")  # prompts are drawn from it before any target has checked the config
         if type(vocab) is not int or not 2 <= vocab <= MAX_VOCAB:
             raise SelectionError(f"{path}/config.json: vocab_size must be from 2 to {MAX_VOCAB} (got {vocab!r:.80})")
         base = re.sub(r"[^A-Za-z0-9._-]+", "_", path.resolve().name)[:80]

@@ -150,14 +150,17 @@ class Execution:
             pending.known = Ran(outcome=refused[0], message=refused[1])
             return
         case = cell.subject.case
-        vocab, avoid = case.config["vocab_size"], special_ids(case.config)
+        vocab, avoid = case.text["vocab_size"], special_ids(case.text)
         pending.plans = tuple(
             Plan(schedule, self.seed, vocab, avoid, planted=case.planted) for schedule in cell.check.schedules(case)
         )
         # Power is a property of check and case: a further layout, or a real checkpoint, would say nothing new.
         shown_here = cell.layout == (cell.check.layout or case.layouts[0])
         if self.power and shown_here and cell.dtype == POWER_DTYPE and cell.subject.checkpoint is None:
-            pending.faults = cell.check.faults if getattr(target, "faults", None) else ()
+            there = getattr(target, "faults", None) or {}
+            pending.faults = tuple(
+                name for name in cell.check.faults if there and (name not in there or there[name].touches(case))
+            )
         job = Job(
             cell=cell.id,
             target=cell.target_spec,

@@ -57,7 +57,8 @@ class Oracle:
             if found is None or tuple(found.shape) != tuple(shape):
                 got = "none" if found is None else list(found.shape)
                 raise ReferenceError(f"{self.checkpoint.name}: tensor {name!r} of shape {list(shape)} is needed (got {got})")
-        self.vocab = int(self.config["vocab_size"])
+        self.text = reference_models.text_config(self.config)
+        self.vocab = int(self.text["vocab_size"])
         self.cache_bytes = cache_bytes
         self._rows: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
         self._margins: dict[tuple[int, ...], np.ndarray] = {}
@@ -118,7 +119,7 @@ class Oracle:
         return rmse, largest
 
     def _calibration(self, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        tokens = TokenStream(0, self.vocab, special_ids(self.config)).tokens("calibration", 0, range(CALIBRATION))
+        tokens = TokenStream(0, self.vocab, special_ids(self.text)).tokens("calibration", 0, range(CALIBRATION))
         kept = self.noise(tokens, dtype)
         return kept.rmse, kept.max
 

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from reference_models import gguf_file
+import reference_models
+from reference_models import gguf_file, quantised
 from reference_models.recompute import ReferenceError
 
 __all__ = ["load"]
@@ -26,9 +27,9 @@ MAX_CONFIG_BYTES = 4 << 20
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The config and the tensors under their checkpoint names; raises ReferenceError, which names file and field.
+    """The config and the tensors under the names of the family's `parameters`; ReferenceError names file and field.
 
-    Tensors have the file's dtype (safetensors) or float32 (GGUF).
+    Tensors have the file's dtype (safetensors), float64 (what was quantised there) or float32 (GGUF).
     """
     path = Path(path)
     try:
@@ -54,7 +55,16 @@ def _directory(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     weights: dict[str, torch.Tensor] = {}
     for name in _files(path):
         weights.update(load_file(path / name))
-    return config, weights
+    weights = quantised.decoded(config, weights)
+    renamed = getattr(_reference(config), "renamed", None)
+    return config, weights if renamed is None else renamed(config, weights)
+
+
+def _reference(config: dict[str, Any]) -> object:
+    try:
+        return reference_models.find(str(config.get("model_type")))
+    except ReferenceError:  # the names of an unknown family are as they are; whoever recomputes it is told
+        return None
 
 
 def _files(path: Path) -> list[str]:

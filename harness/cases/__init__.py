@@ -10,7 +10,7 @@ from harness.cases.case import Case
 
 __all__ = ["Case", "all_cases", "find"]
 
-_SHARED = frozenset({"build", "case", "routing"})  # modules here that are no families
+_SHARED = frozenset({"build", "case", "quantise", "routing", "stored"})  # modules here that are no families
 
 
 @cache

@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import reference_models
+from harness.cases import stored
 from harness.cases.case import Case
 
 __all__ = ["build", "drawn", "fingerprint", "generator", "initial"]
@@ -37,7 +37,14 @@ GAINS = {
     "up_proj": 0.7,
     "down_proj": 0.7,
     "lm_head": 2.0,
+    "gate_up_proj": 1.0,
+    "in_proj": 1.0,
+    "out_proj": 1.5,
+    "conv1d": 0.6,
 }
+# Parameters that are neither weight, bias nor norm: mean and deviation. Time steps of 0.1 to 2 and decay rates of 0.05 to 1:
+# a state forgets half of itself in 1 to 100 tokens.
+SPREAD = {"dt_bias": (-0.7, 0.8), "A_log": (-1.5, 0.8), "sinks": (0.7, 0.8)}
 TIED_EMBEDDING_GAIN = 2.0  # over sqrt(hidden): it is the head too
 
 
@@ -51,12 +58,17 @@ def initial(case: Case, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     """One parameter, float32 with bfloat16 values; each has a generator of its own, so that adding one changes no other."""
     noise = torch.randn(shape, generator=generator(case, seed, name))
     module, kind = name.split(".")[-2:]
-    if kind == "bias":
+    if kind in SPREAD:
+        mean, deviation = SPREAD[kind]
+        value = mean + deviation * noise
+    elif kind.endswith("bias"):
         value = 0.5 * noise
+    elif kind in GAINS:  # experts in one tensor [experts, in, out]
+        value = noise * GAINS[kind] / math.sqrt(shape[1])
     elif len(shape) == 1:  # norm weights: spread around one, of one sign, no channel switched off
         value = (0.3 * noise).exp()
-    elif module == "embed_tokens":
-        value = noise * (TIED_EMBEDDING_GAIN / math.sqrt(shape[1]) if case.config.get("tie_word_embeddings") else 0.7)
+    elif module in ("embed_tokens", "embeddings"):
+        value = noise * (TIED_EMBEDDING_GAIN / math.sqrt(shape[1]) if case.text.get("tie_word_embeddings") else 0.7)
     else:
         value = noise * GAINS.get(module, 1.0) / math.sqrt(shape[1])
     return value.to(torch.bfloat16).to(torch.float32)
@@ -77,8 +89,8 @@ def _recipe() -> bytes:
 
 def build(case: Case, seed: int, directory: Path) -> Path:
     """The checkpoint of (case, seed) under `directory`; written once, whole or not at all, also by several processes."""
-    config = json.dumps(dict(case.config), indent=2, sort_keys=True)
-    key = hashlib.sha256(_recipe() + config.encode()).hexdigest()[:12]
+    config = dict(case.config)
+    key = hashlib.sha256(_recipe() + json.dumps([config, case.stored], sort_keys=True).encode()).hexdigest()[:12]
     target = Path(directory) / f"{case.family}-{case.name}-{seed}-{key}"
     if target.exists():
         return target
@@ -86,9 +98,8 @@ def build(case: Case, seed: int, directory: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        (scratch / "config.json").write_text(config + "\n", "utf-8")
         tensors = {name: tensor.to(getattr(torch, case.file_dtype)) for name, tensor in tensors.items()}
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        stored.write(case.stored, config, tensors, scratch)
         os.rename(scratch, target)
     except OSError:
         if not target.exists():  # else another process was faster, and its directory is the same

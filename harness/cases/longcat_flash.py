@@ -15,9 +15,9 @@ from torch import Tensor
 
 from harness.cases import routing
 from harness.cases.case import Case
-from harness.cases.routing import exact
+from harness.cases.routing import Routers, Site, among, exact
 
-__all__ = ["CASES", "LATENT_GAIN", "adjust", "quiet_latents"]
+__all__ = ["CASES", "LATENT_GAIN", "adjust", "quiet_latents", "routers"]
 
 LATENT_GAIN = 0.05  # mean square of a latent before its norm: about 0.0025, where an eps of 1e-5 is off by 2e-3
 
@@ -112,6 +112,22 @@ def quiet_latents(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict
     return quiet
 
 
+def routers(config: Mapping[str, Any]) -> Routers:
+    """A softmax over real and zero experts, chosen from with a correction bias; the router may have a linear bias too."""
+    sites = []
+    for layer in range(config["num_layers"]):
+        name = f"model.layers.{layer}"
+        bias = f"{name}.mlp.router.classifier.bias" if config["router_bias"] else ""
+        correction = f"{name}.mlp.router.e_score_correction_bias"
+        norm = f"{name}.post_attention_layernorm.0.weight"
+        sites.append(Site(f"{name}.mlp.router.classifier.weight", norm, layer, bias, correction))
+    return Routers(
+        sites,
+        among(config["moe_topk"], lambda logits: logits.softmax(-1)),
+        writes={r"\.(o_proj|down_proj)\.weight$": 0, r"\.post_projs\.": 0},
+    )
+
+
 def adjust(case: Case, seed: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The drawn parameters with quiet latents and with routers of wide margins."""
-    return routing.reroute(case, seed, quiet_latents(case.config, tensors))
+    return routing.reroute(case, seed, quiet_latents(case.config, tensors), routers(case.config))

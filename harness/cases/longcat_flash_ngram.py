@@ -126,4 +126,5 @@ def _loud_tables(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[
 
 def adjust(case: Case, seed: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The drawn parameters with quiet latents, with loud n-gram tables and with routers of wide margins."""
-    return routing.reroute(case, seed, _loud_tables(case.config, longcat_flash.quiet_latents(case.config, tensors)))
+    loud = _loud_tables(case.config, longcat_flash.quiet_latents(case.config, tensors))
+    return routing.reroute(case, seed, loud, longcat_flash.routers(case.config))

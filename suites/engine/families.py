@@ -38,7 +38,7 @@ def loaded(case_id: str, directory: Path) -> Model:
 
 
 def tokens(case: Case, count: int, name: str = "a") -> list[int]:
-    vocab, avoid = case.config["vocab_size"], special_ids(case.config)
+    vocab, avoid = case.text["vocab_size"], special_ids(case.text)
     return TokenStream(0, vocab, avoid, planted=case.planted).tokens(name, 0, range(count))
 
 

@@ -27,7 +27,7 @@ def written(tmp_path) -> Callable[..., tuple[Path, list[int]]]:
 
     def write(id: str, seed: int = 0) -> tuple[Path, list[int]]:
         case = cases.find(id)
-        stream = TokenStream(seed, case.config["vocab_size"], special_ids(case.config), planted=case.planted)
+        stream = TokenStream(seed, case.text["vocab_size"], special_ids(case.text), planted=case.planted)
         return build.build(case, seed, tmp_path), stream.tokens("a", 0, range(LENGTH))
 
     return write

@@ -34,7 +34,7 @@ def draw() -> Callable[..., Drawn]:
         case = cases.find(id)
         if (id, seed) not in kept:
             kept[id, seed] = build.drawn(case, seed)
-        stream = TokenStream(seed, case.config["vocab_size"], special_ids(case.config), planted=case.planted)
+        stream = TokenStream(seed, case.text["vocab_size"], special_ids(case.text), planted=case.planted)
         return Drawn(dict(case.config), kept[id, seed], stream.tokens("a", 0, range(length)))
 
     return drawn

@@ -20,7 +20,7 @@ def test_margins_are_wide_for_twenty_seeds(case):
     reference = reference_models.find(case.config["model_type"])
     for seed in range(100, 120):
         weights = build.drawn(case, seed)
-        stream = TokenStream(seed, case.config["vocab_size"], special_ids(case.config), planted=case.planted)
+        stream = TokenStream(seed, case.text["vocab_size"], special_ids(case.text), planted=case.planted)
         tokens = stream.tokens("b", 1, range(64))
         exact = reference.recompute(case.config, weights, tokens).margins
         rounded = reference.recompute(case.config, weights, tokens, dtype=torch.bfloat16).margins
