@@ -68,6 +68,21 @@ class Fields:
             raise self.error(name, "must be an object")
         return Fields(value, f"{self.prefix}{name}.")
 
+    def layer_types(self, layers: int, known: Collection[str]) -> tuple[str, ...] | None:
+        """`layer_types`: one of the known names for each of the layers; None where the config does not say."""
+        kinds = self._get("layer_types", None)
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            got = f"{len(kinds)} entries" if isinstance(kinds, list) else type(kinds).__name__
+            raise self.error("layer_types", f"must be a list of num_hidden_layers = {layers} names, here {got}")
+        for i, kind in enumerate(kinds):
+            if kind not in known:
+                raise Refused(
+                    f"config field {self.prefix}layer_types[{i}] = {_shown(kind)} is not supported (supported: {', '.join(known)})"
+                )
+        return tuple(kinds)
+
     def error(self, name: str, rule: str) -> ConfigError:
         return ConfigError(f"config field {self.prefix}{name} {rule} (got {_shown(self.raw.get(name))})")
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["find", "text_config"]
 
 # modules here that are no families
-_SHARED = frozenset({"checkpoints", "gguf_file", "loading", "quantised", "recompute", "train", "training_text"})
+_SHARED = frozenset(
+    {"checkpoints", "gguf_checkpoint", "gguf_file", "loading", "quantised", "recompute", "train", "training_text"}
+)
 # model types of a family's text part or wrapper, in lower case
 _ALSO = {
     "gemma3_text": "gemma3",

@@ -8,11 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from engine.checkpoint import gguf_header
 from engine.checkpoint.bounded import one_line, shown
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError
 
-__all__ = ["COMPUTE_DTYPES", "read_tensor"]
+__all__ = ["COMPUTE_DTYPES", "GGUF_DTYPES", "read_tensor", "require_finite"]
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -24,21 +25,37 @@ _BLOCKS: dict[str, np.dtype[Any]] = {
     "Q8_0": np.dtype([("d", "<f2"), ("qs", "i1", 32)]),
 }
 _BLOCKS_AT_ONCE = 1 << 17  # 16 MiB of float32
+# ... and those that the gguf package dequantises: (weights, bytes) of a block
+_PACKAGE_BLOCKS = {
+    name: (block, size) for name, block, size in gguf_header.SUPPORTED.values() if name not in _PLAIN and name not in _BLOCKS
+}
+GGUF_DTYPES = frozenset((*_PLAIN, *_BLOCKS, *_PACKAGE_BLOCKS))
 
 
 def read_tensor(header: TensorHeader, dtype: str, arrange: Callable[[mx.array], mx.array] | None = None) -> mx.array:
     """The tensor in compute dtype `dtype`, evaluated; `arrange` reorders its rows before. Raises CheckpointError."""
     try:
-        array = _read_blocks(header) if header.dtype in _BLOCKS else _read_plain(header)
+        if header.dtype in _BLOCKS:
+            array = _read_blocks(header)
+        elif header.dtype in _PACKAGE_BLOCKS:
+            array = _read_package_blocks(header)
+        else:
+            array = _read_plain(header)
     except (OSError, ValueError) as error:  # the file changed since its header was checked
         raise CheckpointError(f"cannot read tensor {shown(header.name)} of {header.file}: {one_line(error)}") from None
     if arrange is not None:
         array = arrange(array)
     array = array.astype(COMPUTE_DTYPES[dtype])
     mx.eval(array)
-    if dtype == "float16" and header.dtype != "F16" and not mx.isfinite(array).all().item():
-        raise CheckpointError(f"tensor {shown(header.name)} has values beyond float16; load it as bfloat16 or float32")
+    if header.dtype != "F16":
+        require_finite(array, header.name, dtype)
     return array
+
+
+def require_finite(array: mx.array, name: str, dtype: str) -> None:
+    """Raises CheckpointError where float16 does not hold the values of a parameter that was stored wider."""
+    if dtype == "float16" and not mx.isfinite(array).all().item():
+        raise CheckpointError(f"tensor {shown(name)} has values beyond float16; load it as bfloat16 or float32")
 
 
 def _read_plain(header: TensorHeader) -> mx.array:
@@ -57,6 +74,23 @@ def _read_blocks(header: TensorHeader) -> mx.array:
         for start in range(0, count, _BLOCKS_AT_ONCE):
             blocks = np.fromfile(file, kind, min(_BLOCKS_AT_ONCE, count - start))
             _dequantise(header.dtype, blocks, weights[start : start + _BLOCKS_AT_ONCE])
+    return mx.array(weights.reshape(header.shape))
+
+
+def _read_package_blocks(header: TensorHeader) -> mx.array:
+    import gguf  # here: K-quants are all that needs it
+
+    block, size = _PACKAGE_BLOCKS[header.dtype]
+    count = header.nbytes // size
+    weights = np.empty((count, block), np.float32)
+    kind, at_once = gguf.GGMLQuantizationType[header.dtype], _BLOCKS_AT_ONCE * 32 // block
+    with header.file.open("rb") as file:
+        file.seek(header.offset)
+        for start in range(0, count, at_once):
+            part = weights[start : start + at_once]
+            data = np.fromfile(file, np.uint8, len(part) * size)
+            with np.errstate(all="ignore"):  # scales of a damaged file may be NaN or infinite
+                part[:] = gguf.dequantize(data[None], kind).reshape(part.shape)  # one row: it works row by row
     return mx.array(weights.reshape(header.shape))
 
 

@@ -47,22 +47,40 @@ class RopeConfig:
 
         Raises ConfigError (missing, out of bounds, contradictory) or Refused (a rope type that is not supported).
         """
-        fields = Fields(raw)
+        return cls.from_fields(Fields(raw), default_theta)
+
+    @classmethod
+    def from_fields(
+        cls,
+        fields: Fields,
+        default_theta: float = 10000.0,
+        *,
+        layer_type: str | None = None,
+        theta_field: str = "rope_theta",
+        scaled: bool = True,
+    ) -> RopeConfig:
+        """The same, for one layer type of a model whose layer types rotate differently.
+
+        layer_type: the section of `rope_parameters` to read; None: it has no sections. theta_field, scaled: where a config
+        without `rope_parameters` has the base of this layer type, and whether its `rope_scaling` is this layer type's.
+        """
         _refuse_partial(fields)
+        theta = _theta(fields, default_theta, theta_field)
         found = {}
         if fields.has("rope_parameters"):
-            found["rope_parameters"] = _from_section(fields, fields.section("rope_parameters"), default_theta)
-        if fields.has("rope_scaling"):
-            found["rope_scaling"] = _from_section(fields, fields.section("rope_scaling"), default_theta)
+            rope = fields.section("rope_parameters")
+            found["rope_parameters"] = _from_section(fields, rope if layer_type is None else rope.section(layer_type), theta)
+        if scaled and fields.has("rope_scaling"):
+            found["rope_scaling"] = _from_section(fields, fields.section("rope_scaling"), theta)
         if len(set(found.values())) > 1:
             raise ConfigError("config fields rope_parameters and rope_scaling contradict each other; remove one of the two")
         for config in found.values():
             return config
-        return cls(rope_theta=_theta(fields, default_theta))
+        return cls(rope_theta=theta)
 
 
-def _theta(fields: Fields, default: float) -> float:
-    return fields.number("rope_theta", 1.0 + 1e-6, 1e15, default)
+def _theta(fields: Fields, default: float, name: str = "rope_theta") -> float:
+    return fields.number(name, 1.0 + 1e-6, 1e15, default)
 
 
 def _refuse_partial(fields: Fields) -> None:
@@ -75,7 +93,7 @@ def _from_section(fields: Fields, rope: Fields, default_theta: float) -> RopeCon
     if any(isinstance(value, Mapping) for value in rope.raw.values()):
         raise rope.error("rope_type", "must stand directly in the section; parameters by layer type are not supported")
     rope_type = rope.choice("rope_type", _TYPES, rope.choice("type", _TYPES, "default"))
-    theta = _theta(rope, _theta(fields, default_theta))
+    theta = _theta(rope, default_theta)
     _refuse_partial(rope)
     if rope_type == "default":
         return RopeConfig(rope_theta=theta)

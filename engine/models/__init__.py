@@ -10,6 +10,9 @@ from engine.errors import Refused
 __all__ = ["ALIASES", "ARCHITECTURES", "FAMILIES", "family"]
 
 FAMILIES: dict[str, str] = {  # model_type -> module
+    "gemma3": "engine.models.gemma3",
+    "gemma3_text": "engine.models.gemma3",
+    "gpt_oss": "engine.models.gpt_oss",
     "llama": "engine.models.llama",
     "longcat_flash": "engine.models.longcat_flash",
     "longcat_flash_ngram": "engine.models.longcat_flash_ngram",
@@ -25,6 +28,9 @@ ALIASES: dict[str, str] = {  # other model_types of a family: multimodal checkpo
 
 ARCHITECTURES: dict[str, str] = {  # for configs without model_type: name in `architectures` -> model_type
     "DeciLMForCausalLM": "nemotron-nas",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "GptOssForCausalLM": "gpt_oss",
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
     "NemotronHForCausalLM": "nemotron_h",
