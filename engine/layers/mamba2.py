@@ -135,9 +135,9 @@ class Mamba2:
         window = mx.concatenate([conv, rows[:, None]], axis=1)  # [batch, conv_kernel, conv_dim]
         x, B, C = self._split(self.conv1d(window).squeeze(1))
         y, ssm = step(x, dt, self.A, B, C, ssm)
-        conv = window[:, 1:]
-        for i, state in enumerate(states):  # copies where a sequence's part would keep the whole batch's buffer alive
-            state.put(1, [mx.contiguous(conv[i : i + 1])], [mx.contiguous(ssm[i : i + 1])])
+        parts = zip(states, mx.split(window[:, 1:], len(states)), mx.split(ssm, len(states)), strict=True)
+        for state, conv, part in parts:  # copies where a sequence's part would keep the whole batch's buffer alive
+            state.put(1, [mx.contiguous(conv)], [mx.contiguous(part)])
         return y + self.D * x
 
     def _split(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
