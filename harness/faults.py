@@ -7,53 +7,14 @@ stand at seams that all families share (spans, states, the engine's calls), so t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
-from harness.cases.case import GROWING, RECURRENT, RING, ROPE, Case
-
-from harness.cases.case import GROWING, RING, ROPE, Case
+from harness.cases.case import GROWING, RING, ROPE
+from harness.fault import Fault, Patch, Planted
+from harness.state_faults import STATES
 
 __all__ = ["ENGINE", "Fault", "Patch", "Planted"]
-
-Patch = tuple[object, str, Callable[..., Any]]  # an object, the name of its attribute, and what to put there
-
-
-@dataclass
-class Planted:
-    """What a planted fault reports."""
-
-    called: bool = False  # the broken code ran and did what is wrong
-
-    def mark(self) -> None:
-        self.called = True
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`make` is called in the worker, after the engine was imported."""
-
-    name: str
-    breaks: str  # what goes wrong, one clause
-    make: Callable[[Planted], list[Patch]]
-    traits: frozenset[str] = frozenset()  # it breaks nothing in a case that has none of these; empty: it may break any
-
-    def touches(self, case: Case) -> bool:
-        return not self.traits or bool(self.traits & case.traits)
-
-    @contextmanager
-    def planted(self) -> Iterator[Planted]:
-        report = Planted()
-        patches = self.make(report)
-        if not patches:
-            raise LookupError(f"fault {self.name} finds nothing to break")
-        with ExitStack() as stack:
-            for owner, attribute, replacement in patches:
-                stack.enter_context(mock.patch.object(owner, attribute, replacement))
-            yield report
 
 
 def _everywhere(original: object, replacement: Callable[..., Any]) -> list[Patch]:
@@ -300,31 +261,54 @@ def _noise_in_logits(planted: Planted) -> list[Patch]:
     return [(Engine, "_forward", noisy)]
 
 
+_ROPE, _GROWING, _ATTENTION = frozenset({ROPE}), frozenset({GROWING}), frozenset({GROWING, RING})
 _ALL = (
-    Fault("rope_offset_off_by_one", "positions are one too high wherever the cache is not empty", _rope_offset_off_by_one),
-    Fault("batch_shares_first_offset", "all rows of a batch take the position of the first", _batch_shares_first_offset),
-    Fault("mask_missing_on_later_chunks", "queries of a chunk on a filled cache see later keys", _mask_missing_on_later_chunks),
-    Fault("kv_write_one_slot_early", "new keys and values also overwrite those of the token before", _kv_write_one_slot_early),
+    Fault(
+        "rope_offset_off_by_one",
+        "positions are one too high wherever the cache is not empty",
+        _rope_offset_off_by_one,
+        _ROPE,
+    ),
+    Fault("batch_shares_first_offset", "all rows of a batch take the position of the first", _batch_shares_first_offset, _ROPE),
+    Fault(
+        "mask_missing_on_later_chunks",
+        "queries of a chunk on a filled cache see later keys",
+        _mask_missing_on_later_chunks,
+        _ATTENTION,
+    ),
+    Fault(
+        "kv_write_one_slot_early",
+        "new keys and values also overwrite those of the token before",
+        _kv_write_one_slot_early,
+        _GROWING,
+    ),
     Fault(
         "rewind_moves_only_the_counter",
         "a rewind leaves the dropped keys where attention sees them",
         _rewind_moves_only_the_counter,
+        _GROWING,
     ),
-    Fault("rewind_drops_one_too_few", "a rewind leaves one of the dropped tokens in the cache", _rewind_drops_one_too_few),
+    Fault(
+        "rewind_drops_one_too_few",
+        "a rewind leaves one of the dropped tokens in the cache",
+        _rewind_drops_one_too_few,
+        _GROWING,
+    ),
     Fault("last_row_from_wrong_index", "prefill gives the row before the last", _last_row_from_wrong_index),
     Fault(
         "stale_state_after_close", "the next sequence starts on the state of the one that was closed", _stale_state_after_close
     ),
     Fault("sequences_share_state", "a second sequence writes into the state of the first", _sequences_share_state),
-    Fault("padding_enters_the_state", "rows of padding are kept as if they were tokens", _padding_enters_the_state),
+    Fault("padding_enters_the_state", "rows of padding are kept as if they were tokens", _padding_enters_the_state, _GROWING),
     Fault(
         "restore_hands_out_the_live_state",
         "a restored sequence writes into the state that the snapshot was taken of",
         _restore_hands_out_the_live_state,
     ),
-    Fault("snapshot_lacks_the_last_token", "a restored state ends one token early", _snapshot_lacks_the_last_token),
+    Fault("snapshot_lacks_the_last_token", "a restored state ends one token early", _snapshot_lacks_the_last_token, _GROWING),
     Fault("batch_rows_swapped", "the rows of a batched step come back in another order", _batch_rows_swapped),
     Fault("greedy_token_off_by_one", "the id after the likeliest one is chosen", _greedy_token_off_by_one),
     Fault("noise_in_logits", "logits grow by a hundredth with each call", _noise_in_logits),
+    *STATES,
 )
 ENGINE: dict[str, Fault] = {fault.name: fault for fault in _ALL}

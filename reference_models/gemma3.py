@@ -26,7 +26,7 @@ from torch import Tensor
 
 from reference_models.recompute import Config, Recompute, ReferenceError, Weights, wide
 
-__all__ = ["canonical", "logits", "parameters", "recompute"]
+__all__ = ["renamed", "logits", "parameters", "recompute"]
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -143,7 +143,7 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def canonical(config: Config, weights: Weights) -> dict[str, Tensor]:
+def renamed(config: Config, weights: Weights) -> dict[str, Tensor]:
     """The tensors under the names of `parameters`: a wrapper's prefixes go; vision tensors keep their names."""
     text = re.compile(r"(?:language_model\.(?:model\.)?|model\.language_model\.|model\.)(embed_tokens|layers|norm)\.(.*)")
     found = {}

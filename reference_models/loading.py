@@ -53,8 +53,8 @@ def _directory(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     for name in _files(path):
         weights.update(load_file(path / name))
     weights = quantised.decoded(config, weights)
-    canonical = getattr(_reference(config), "canonical", None)
-    return config, weights if canonical is None else canonical(config, weights)
+    renamed = getattr(_reference(config), "renamed", None)
+    return config, weights if renamed is None else renamed(config, weights)
 
 
 def _reference(config: dict[str, Any]) -> object:

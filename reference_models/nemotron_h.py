@@ -31,7 +31,7 @@ from torch import Tensor
 
 from reference_models.recompute import Config, Recompute, ReferenceError, Weights, wide
 
-__all__ = ["Guess", "canonical", "hidden_states", "logits", "mtp", "mtp_parameters", "parameters", "recompute"]
+__all__ = ["Guess", "renamed", "hidden_states", "logits", "mtp", "mtp_parameters", "parameters", "recompute"]
 
 _KINDS = {
     **{"M": "M", "mamba": "M", "mamba2": "M", "linear_attention": "M"},
@@ -264,7 +264,7 @@ _MTP_NAMES = {
 }
 
 
-def canonical(config: Config, weights: Weights) -> dict[str, Tensor]:
+def renamed(config: Config, weights: Weights) -> dict[str, Tensor]:
     """The tensors of any spelling under the names and shapes of `parameters` and `mtp_parameters`; others keep their names.
 
     A wrapper's prefix goes, `model.` in place of `backbone.` too; experts in one tensor [experts, out, in] are taken apart; the
@@ -283,10 +283,10 @@ def canonical(config: Config, weights: Weights) -> dict[str, Tensor]:
             found[name] = tensor.reshape(tensor.shape[0], 1, -1)
         else:
             found[name] = tensor
-    return _canonical_mtp(found)
+    return _renamed_mtp(found)
 
 
-def _canonical_mtp(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _renamed_mtp(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     numbers = sorted({int(match[1]) for name in weights if (match := re.match(r"mtp\.layers\.(\d+)\.", name))})
     if not numbers:
         return weights

@@ -11,7 +11,7 @@ from engine.checkpoint.bounded import read_bounded, read_json, shown
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError, ConfigError
 
-__all__ = ["chat_template", "eos_token_ids", "special_tokens", "tensor_headers"]
+__all__ = ["chat_template", "eos_token_ids", "hf_quant_config", "special_tokens", "tensor_headers"]
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
@@ -124,6 +124,12 @@ def special_tokens(directory: Path) -> dict[str, str]:
                 raise CheckpointError(f"{path.name}: {shown(name)} has {len(value)} characters, the limit is {MAX_TOKEN}")
             named[name] = value
     return named
+
+
+def hf_quant_config(directory: Path) -> dict[str, Any] | None:
+    """ModelOpt's description of a quantised checkpoint, where there is one."""
+    path = directory / "hf_quant_config.json"
+    return read_json(path) if path.is_file() else None
 
 
 def eos_token_ids(directory: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:

@@ -73,9 +73,7 @@ def convert(gguf: GgufHeader) -> Converted:
     """Raises ConfigError (a key out of bounds), CheckpointError (damaged) or Refused (not supported), naming key or tensor."""
     architecture = gguf.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _MODULES:
-        raise Refused(
-            f"general.architecture {shown(architecture)} is not supported in GGUF files ({', '.join(_MODULES)} are)"
-        )
+        raise Refused(f"general.architecture {shown(architecture)} is not supported in GGUF files ({', '.join(_MODULES)} are)")
     if gguf.metadata.get("split.count", 1) != 1:
         raise Refused(
             f"the GGUF file is one of {shown(gguf.metadata['split.count'])} parts; merge them (`llama-gguf-split --merge`)"

@@ -28,7 +28,11 @@ _FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-_CHECKED_OR_HARMLESS = {"attention.value_length", "rope.dimension_count", "attention.scale"}  # read, or no part of the computation
+_CHECKED_OR_HARMLESS = {
+    "attention.value_length",
+    "rope.dimension_count",
+    "attention.scale",
+}  # read, or no part of the computation
 LAYERS_OF_27B = 62  # of the one published model whose queries are not scaled by head_dim^-0.5
 
 

@@ -45,9 +45,7 @@ def convert(gguf: GgufHeader) -> Converted:
 def _config(metadata: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Any]:
     found = values(metadata, "llama", FIELDS.keys() | SCALING | _CHECKED_OR_HARMLESS)
     if found.get("expert_count"):
-        raise Refused(
-            f"llama.expert_count {shown(found['expert_count'])}: mixtures of experts are not supported in GGUF files"
-        )
+        raise Refused(f"llama.expert_count {shown(found['expert_count'])}: mixtures of experts are not supported in GGUF files")
     config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     config |= basic_config(metadata, headers, "llama", found)
     config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in headers

@@ -5,37 +5,35 @@ small files -> family's config -> headers of all tensors -> accounting -> and on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from engine import models
 from engine.checkpoint import directory, gguf_convert, gguf_header, hub
 from engine.checkpoint.bounded import MAX_CONFIG_BYTES, one_line, read_json, shown
-from engine.checkpoint.read import COMPUTE_DTYPES, GGUF_DTYPES, read_tensor
-from engine.checkpoint.tensors import TensorHeader, account
+from engine.checkpoint.packed import weight_shapes
+from engine.checkpoint.plan import read_plan
+from engine.checkpoint.read import COMPUTE_DTYPES, GGUF_DTYPES
+from engine.checkpoint.weights import read_weights
 from engine.errors import CheckpointError, ConfigError, Refused
+from engine.layers.quantised import Weight
 from engine.prompt import gguf_vocabulary
 from engine.prompt.template import ChatTemplate
 from engine.prompt.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "load"]
 
-_FLOATS = frozenset({"F32", "F16", "BF16"})
-_FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
 
 @dataclass
 class Checkpoint:
-    """A loaded checkpoint. `weights`: the family's parameter names -> arrays in `dtype`, evaluated."""
+    """A loaded checkpoint. `weights`: the family's parameter names -> arrays in `dtype` or quantised tensors, evaluated."""
 
     model_type: str
     config: Any  # the family's Config
     raw_config: dict[str, Any]  # config.json, or what a GGUF file's metadata says in its spelling
-    weights: dict[str, mx.array] = field(repr=False)
+    weights: dict[str, Weight] = field(repr=False)
     dtype: str
     tokenizer: Tokenizer | None
     chat_template: str | None
@@ -51,11 +49,13 @@ class Checkpoint:
         return ChatTemplate(self.chat_template, self.special_tokens)
 
 
-def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
+def load(source: str | Path, *, dtype: str | None = None, quantised: str | None = None) -> Checkpoint:
     """Load a directory with config.json and safetensors, a GGUF file (architectures llama and gemma3), or a hub id.
 
-    dtype: "float32", "bfloat16" or "float16"; None chooses by device. Every tensor of the files is used exactly once and none
-    is missing, with the shapes that the config says; this is checked on headers before weights are allocated.
+    dtype: "float32", "bfloat16" or "float16"; None chooses by device. quantised: "packed" or "unpacked" weights; None or
+    "auto" keeps what is faster (engine.checkpoint.residency; GGUF blocks are always unpacked). Every tensor of the files is
+    used exactly once and none is missing, with the shapes that the config says; this is checked on headers before weights are
+    allocated.
     Raises CheckpointError, ConfigError, Refused, or HubUnavailable (no network, unknown id).
     """
     if dtype is not None and dtype not in COMPUTE_DTYPES:
@@ -68,9 +68,9 @@ def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
     if not exists:
         if path.suffix in (".gguf", ".safetensors") or not hub.is_hub_id(str(source)):
             raise CheckpointError(f"{shown(str(source), 200)} is no file or directory, and no hub id (owner/name)")
-        return _load_directory(hub.snapshot(str(source)), str(source), dtype)
+        return _load_directory(hub.snapshot(str(source)), str(source), dtype, quantised)
     if path.is_dir():
-        return _load_directory(path, str(source), dtype)
+        return _load_directory(path, str(source), dtype, quantised)
     if path.suffix == ".gguf" and path.is_file():
         return _load_gguf(path, str(source), dtype)
     raise CheckpointError(
@@ -78,23 +78,27 @@ def load(source: str | Path, *, dtype: str | None = None) -> Checkpoint:
     )
 
 
-def _load_directory(path: Path, source: str, dtype: str | None) -> Checkpoint:
+def _load_directory(path: Path, source: str, dtype: str | None, quantised: str | None) -> Checkpoint:
+    """A family may define `text_fields(raw)`, the fields of the language model in a multimodal config, and
+    `complete(config, shapes)`, the config with what only the files say (and what read_weights asks for).
+    """
     raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
     model_type = _model_type(raw)
-    for name in ("quantization", "quantization_config", "compression_config"):  # MLX's and transformers' spellings
-        if raw.get(name) is not None:
-            raise _refused_quantization(name, raw[name])
     family = models.family(model_type)
     config = family.Config.from_dict(raw)
+    text: Mapping[str, Any] = family.text_fields(raw)[0] if hasattr(family, "text_fields") else raw
+    plan = read_plan(raw, directory.hf_quant_config(path)) or read_plan(text, None)
     headers = directory.tensor_headers(path)
+    if hasattr(family, "complete"):
+        config = family.complete(config, weight_shapes(headers, plan, family.canonical))
     tokenizer_file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
     template = directory.chat_template(path)
-    eos = directory.eos_token_ids(path, raw, config.vocab_size)
-    weights, used, notes = _weights(family, config, headers, _FLOATS, dtype, lambda name: None)
+    eos = directory.eos_token_ids(path, text, config.vocab_size)
+    weights, used, notes = read_weights(family, config, headers, plan=plan, dtype=dtype, quantised=quantised)
     if tokenizer is None:
         notes.append("no tokenizer: the directory has no tokenizer.json")
-    specials = _specials(raw, tokenizer) | directory.special_tokens(path)
+    specials = _specials(text, tokenizer) | directory.special_tokens(path)
     return Checkpoint(model_type, config, raw, weights, used, tokenizer, template, specials, eos, source, notes)
 
 
@@ -112,7 +116,9 @@ def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
     eos = [metadata[key] for key in _GGUF_EOS if key in metadata]
     if not all(type(token) is int and 0 <= token < config.vocab_size for token in eos):
         raise ConfigError(f"the GGUF file's end-of-text ids {shown(eos)} must be from 0 to {config.vocab_size - 1}")
-    weights, used, notes = _weights(family, config, converted.headers, GGUF_DTYPES, dtype, converted.arrange)
+    weights, used, notes = read_weights(
+        family, config, converted.headers, dtypes=GGUF_DTYPES, dtype=dtype, arrange=converted.arrange
+    )
     if has_vocabulary and "tokenizer.ggml.pre" not in metadata:
         notes.append(
             "the GGUF file does not name its pre-tokenizer; 'default' is assumed, and some texts may be cut differently"
@@ -131,6 +137,8 @@ def _model_type(raw: Mapping[str, Any]) -> str:
     if model_type is None and isinstance(architectures, list):
         known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]
         model_type = models.ARCHITECTURES[known[0]] if known else None
+    if isinstance(model_type, str):
+        model_type = models.ALIASES.get(model_type, model_type)
     if not isinstance(model_type, str):
         raise ConfigError(
             f"config field model_type must name a family (got {shown(model_type)}; known: {', '.join(models.FAMILIES)})"
@@ -147,82 +155,3 @@ def _specials(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, 
         if tokenizer is not None and type(token) is int:
             named[f"{name}_token"] = tokenizer.token_bytes(token).decode(errors="replace") if token >= 0 else ""
     return named
-
-
-def _refused_quantization(name: str, block: Any) -> Exception:
-    """Quantised safetensors are not supported; a block that could not be right is an error of its own."""
-    if not isinstance(block, dict):
-        return ConfigError(f"config field {name} must be an object (got {shown(block)})")
-    for key, least, most in (("bits", 1, 32), ("group_size", 1, 1 << 20)):
-        value = block.get(key)
-        if value is not None and (type(value) is not int or not least <= value <= most):
-            return ConfigError(f"config field {name}.{key} must be an integer from {least} to {most} (got {shown(value)})")
-    return Refused(
-        f"config field {name} = {shown(block)}: quantised safetensors are not supported; use the unquantised checkpoint or a "
-        "GGUF file (Q4_0, Q4_1, Q8_0)"
-    )
-
-
-def _weights(
-    family: Any,
-    config: Any,
-    headers: dict[str, TensorHeader],
-    dtypes: frozenset[str],
-    dtype: str | None,
-    arrange: Callable[[str], Callable[[mx.array], mx.array] | None],
-) -> tuple[dict[str, mx.array], str, list[str]]:
-    """Accounting, then the weights one by one.
-
-    A family may define `ignored(config, name)` and `duplicates(config)` (see account), `canonical(name)`, the parameter that a
-    tensor of another spelling is, and `keep_float32(name)`, whether a parameter is float32 in every compute dtype.
-    """
-    parameters = family.parameters(config)
-    duplicates = family.duplicates(config) if hasattr(family, "duplicates") else {}
-    keep_float32 = getattr(family, "keep_float32", lambda name: False)
-    if hasattr(family, "canonical"):
-        headers = _renamed(headers, family.canonical)
-
-    def ignored(name: str) -> bool:
-        return hasattr(family, "ignored") and family.ignored(config, name)
-
-    account(parameters, headers, ignored=ignored, duplicates=duplicates, dtypes=dtypes)
-    used, notes = _choose_dtype(dtype, [headers[name] for name in parameters])
-    weights = {
-        name: read_tensor(headers[name], "float32" if keep_float32(name) else used, arrange(name)) for name in parameters
-    }
-    for copy, name in duplicates.items():
-        if copy in headers and not mx.array_equal(read_tensor(headers[copy], used, arrange(copy)), weights[name]).item():
-            raise CheckpointError(
-                f"tensor {shown(copy)} differs from {shown(name)}, of which the config says that it is a copy; "
-                "is tie_word_embeddings right?"
-            )
-    left = [name for name in headers if name not in parameters]
-    if left:
-        notes.append(
-            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers), first {shown(left[0])}"
-        )
-    return weights, used, notes
-
-
-def _renamed(headers: dict[str, TensorHeader], canonical: Callable[[str], str]) -> dict[str, TensorHeader]:
-    renamed: dict[str, TensorHeader] = {}
-    for spelled, header in headers.items():
-        name = canonical(spelled)
-        if name in renamed:
-            raise CheckpointError(f"tensors {shown(renamed[name].name)} and {shown(header.name)} are two spellings of one")
-        renamed[name] = header
-    return renamed
-
-
-def _choose_dtype(dtype: str | None, headers: list[TensorHeader]) -> tuple[str, list[str]]:
-    sizes: dict[str, int] = {}
-    for header in headers:
-        sizes[header.dtype] = sizes.get(header.dtype, 0) + header.nbytes
-    stored = max(sizes, key=lambda name: sizes[name])
-    if dtype is not None:
-        return dtype, [f"weights held in {dtype} as asked (stored: {stored})"]
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "float32", [f"weights held in float32: MLX's CPU kernels for narrower types are slow (stored: {stored})"]
-    used = _FILE_DTYPES.get(stored, "bfloat16")
-    why = "as stored" if stored in _FILE_DTYPES else "dequantised"
-    return used, [f"weights held in {used}: {why} (stored: {stored})"]

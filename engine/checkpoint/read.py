@@ -13,7 +13,7 @@ from engine.checkpoint.bounded import one_line, shown
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError
 
-__all__ = ["COMPUTE_DTYPES", "GGUF_DTYPES", "read_tensor"]
+__all__ = ["COMPUTE_DTYPES", "GGUF_DTYPES", "read_tensor", "require_finite"]
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -27,9 +27,7 @@ _BLOCKS: dict[str, np.dtype[Any]] = {
 _BLOCKS_AT_ONCE = 1 << 17  # 16 MiB of float32
 # ... and those that the gguf package dequantises: (weights, bytes) of a block
 _PACKAGE_BLOCKS = {
-    name: (block, size)
-    for name, block, size in gguf_header.SUPPORTED.values()
-    if name not in _PLAIN and name not in _BLOCKS
+    name: (block, size) for name, block, size in gguf_header.SUPPORTED.values() if name not in _PLAIN and name not in _BLOCKS
 }
 GGUF_DTYPES = frozenset((*_PLAIN, *_BLOCKS, *_PACKAGE_BLOCKS))
 
@@ -49,9 +47,15 @@ def read_tensor(header: TensorHeader, dtype: str, arrange: Callable[[mx.array], 
         array = arrange(array)
     array = array.astype(COMPUTE_DTYPES[dtype])
     mx.eval(array)
-    if dtype == "float16" and header.dtype != "F16" and not mx.isfinite(array).all().item():
-        raise CheckpointError(f"tensor {shown(header.name)} has values beyond float16; load it as bfloat16 or float32")
+    if header.dtype != "F16":
+        require_finite(array, header.name, dtype)
     return array
+
+
+def require_finite(array: mx.array, name: str, dtype: str) -> None:
+    """Raises CheckpointError where float16 does not hold the values of a parameter that was stored wider."""
+    if dtype == "float16" and not mx.isfinite(array).all().item():
+        raise CheckpointError(f"tensor {shown(name)} has values beyond float16; load it as bfloat16 or float32")
 
 
 def _read_plain(header: TensorHeader) -> mx.array:

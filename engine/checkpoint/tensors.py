@@ -60,7 +60,7 @@ def account(
         if header.dtype not in dtypes:
             raise CheckpointError(
                 f"tensor {shown(name)} in {header.file.name} has dtype {header.dtype}; a parameter must be one of "
-                f"{', '.join(sorted(dtypes))} (quantised safetensors are not supported: use the unquantised checkpoint)"
+                f"{', '.join(sorted(dtypes))} (config.json describes no quantisation)"
             )
 
 

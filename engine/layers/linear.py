@@ -15,6 +15,11 @@ class Linear:
         self.weight = weights.matrix("weight")  # [out, in]
         self.bias = weights["bias"] if bias else None
 
+    @classmethod
+    def of(cls, weights: Weights) -> Linear:
+        """With its bias where the checkpoint has one."""
+        return cls(weights, "bias" in weights)
+
     def __call__(self, x: mx.array) -> mx.array:
         if self.bias is None:
             return matmul(x, self.weight)

@@ -30,7 +30,6 @@ __all__ = ["PATHS", "BlockMap", "moe_gather_qmm_mapped", "values_of"]
 PATHS = ("gather", "sorted", "grouped")
 GATHER_VALUES = 1 << 17  # matrix values that may be read by gathering on a CPU: 0.1 ms, what an evaluation amid a graph costs
 SORTED_CHOICES = 64  # from here on a GPU gains from sorting
-DEQUANTISE_ROWS = 8  # of one expert on a CPU: a product with packed codes costs a tenth of unpacking them, for each row
 
 
 class BlockMap:
@@ -156,10 +155,7 @@ def _gather_quantised(x: mx.array, weight: QuantisedTensor, experts: mx.array, i
 def _grouped(x: mx.array, weight: Weight, blocks: BlockMap) -> mx.array:
     parts = []
     for expert, start, stop in blocks.blocks:
-        matrix = weight[expert]
-        if isinstance(matrix, QuantisedTensor) and stop - start >= DEQUANTISE_ROWS:
-            matrix = matrix.dequantise(x.dtype)
-        parts.append(matmul(x[start:stop], matrix))
+        parts.append(matmul(x[start:stop], weight[expert]))
     if not parts:
         return mx.zeros((0, weight.shape[1]), x.dtype)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)

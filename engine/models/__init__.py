@@ -7,7 +7,7 @@ from types import ModuleType
 
 from engine.errors import Refused
 
-__all__ = ["ARCHITECTURES", "FAMILIES", "family"]
+__all__ = ["ALIASES", "ARCHITECTURES", "FAMILIES", "family"]
 
 FAMILIES: dict[str, str] = {  # model_type -> module
     "gemma3": "engine.models.gemma3",
@@ -17,6 +17,13 @@ FAMILIES: dict[str, str] = {  # model_type -> module
     "longcat_flash": "engine.models.longcat_flash",
     "longcat_flash_ngram": "engine.models.longcat_flash_ngram",
     "nemotron-nas": "engine.models.nemotron_nas",
+    "nemotron_h": "engine.models.nemotron_h",
+}
+
+ALIASES: dict[str, str] = {  # other model_types of a family: multimodal checkpoints, of which the language model is served
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
+    "NemotronH_Nano_VL_V2": "nemotron_h",
+    "nemotron_h_omni": "nemotron_h",
 }
 
 ARCHITECTURES: dict[str, str] = {  # for configs without model_type: name in `architectures` -> model_type
@@ -26,6 +33,9 @@ ARCHITECTURES: dict[str, str] = {  # for configs without model_type: name in `ar
     "GptOssForCausalLM": "gpt_oss",
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
+    "NemotronHForCausalLM": "nemotron_h",
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
+    "NemotronH_Nano_VL_V2": "nemotron_h",
 }
 
 

@@ -98,9 +98,7 @@ class Config:
                 (FULL, RopeConfig.from_fields(fields, 1e6, layer_type=FULL)),
                 (
                     SLIDING,
-                    RopeConfig.from_fields(
-                        fields, 1e4, layer_type=SLIDING, theta_field="rope_local_base_freq", scaled=False
-                    ),
+                    RopeConfig.from_fields(fields, 1e4, layer_type=SLIDING, theta_field="rope_local_base_freq", scaled=False),
                 ),
             ),
             multimodal=multimodal,

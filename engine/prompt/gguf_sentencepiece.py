@@ -51,7 +51,9 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(parts + ([decoders.Strip(" ", 1, 0)] if begins_with_space else []))
     # Whole wherever they stand in a text; runs of spaces are among them, so they are looked for before spaces are replaced.
-    whole = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token]
+    whole = [
+        (token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token
+    ]
     backend.add_tokens([AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token, kind in whole])
     return Tokenizer(backend, prefix=bos_prefix(metadata, len(tokens), True))
 

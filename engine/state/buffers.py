@@ -48,10 +48,11 @@ class TokenBuffers(State):
         if self._lazy:
             self._copy_out(start, stop)
         if not self._buffers or stop - self._first > self._buffers[0].shape[self.axis]:
-            self._make_room(new, n)
-        place = self._place(start, stop)
-        for buffer, rows in zip(self._buffers, new, strict=True):
-            buffer[place] = rows
+            self._move(new, n)
+        else:
+            place = self._place(start, stop)
+            for buffer, rows in zip(self._buffers, new, strict=True):
+                buffer[place] = rows
         self.length = stop - padding
         return stop
 
@@ -67,20 +68,24 @@ class TokenBuffers(State):
         """Compact copies of tokens [start, stop), which lie in the buffers."""
         return [compact(view) for view in self._view(start, stop)]
 
-    def _make_room(self, new: Sequence[mx.array], n: int) -> None:
-        """New buffers: the live tokens from `_kept_from()` on, and room for n more; stale tokens are cut off."""
-        first, room = self._kept_from(), self._room(n)
-        before = self._buffers[0].shape[self.axis] if self._buffers else 0
+    def _move(self, new: Sequence[mx.array], n: int) -> None:
+        """To new buffers: the live tokens from `_kept_from()` on, the n new ones, and room. Stale tokens are left behind."""
+        first, axis = self._kept_from(), self.axis
+        capacity = self._buffers[0].shape[axis] if self._buffers else 0
         if first > self._first:
             self._copy_out(self._first, first)
-        empty = [mx.zeros((*a.shape[: self.axis], room, *a.shape[self.axis + 1 :]), a.dtype) for a in new]
+        if self._buffers:
+            new = [rows.astype(buffer.dtype) for rows, buffer in zip(new, self._buffers, strict=True)]
+        rest = self._room(n) - n
+        room = [mx.zeros((*rows.shape[:axis], rest, *rows.shape[axis + 1 :]), rows.dtype) for rows in new]
         kept = self._view(first, self.length)
-        self._buffers = [self._joined(*pair) for pair in zip(kept, empty, strict=True)] if kept else empty
+        parts = zip(kept, new, room, strict=True) if kept else zip(new, room, strict=True)
+        self._buffers = [self._joined(part) for part in parts]
         self._first = first
-        self.growths += self._buffers[0].shape[self.axis] > before
+        self.growths += self._buffers[0].shape[axis] > capacity
 
-    def _joined(self, earlier: mx.array, later: mx.array) -> mx.array:
-        return mx.concatenate([earlier, later], axis=self.axis)
+    def _joined(self, parts: Sequence[mx.array]) -> mx.array:
+        return mx.concatenate(list(parts), axis=self.axis)
 
     def _kept_from(self) -> int:
         """The first token that has to be kept."""
@@ -129,7 +134,7 @@ class TokenBuffers(State):
             for snapshot in (parent, child):
                 snapshot.set_materialize_hook(None)  # its bytes become the merged one's
             pairs = zip(parent.arrays(), child.arrays(), strict=True)
-            merged = StateSnapshot(parent.start, child.stop, [self._joined(*pair) for pair in pairs])
+            merged = StateSnapshot(parent.start, child.stop, [self._joined(pair) for pair in pairs])
             mx.eval(merged.arrays())
         parent.close()
         child.close()

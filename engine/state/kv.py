@@ -23,3 +23,8 @@ class KVState(TokenBuffers):
         stop = self._append((keys, values), padding)
         all_keys, all_values = self._view(0, stop)
         return all_keys, all_values
+
+    def view(self) -> tuple[mx.array, mx.array]:
+        """All live keys and values, of which there must be some, for a reader that adds none. Not to be kept."""
+        keys, values = self._view(0, self.length)
+        return keys, values

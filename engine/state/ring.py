@@ -42,6 +42,11 @@ class RingKVState(TokenBuffers):
         seen_keys, seen_values = self._view(max(0, start - self.window + 1), stop)
         return seen_keys, seen_values
 
+    def view(self) -> tuple[mx.array, mx.array]:
+        """The last min(length, window) keys and values, of which there must be some. Not to be kept."""
+        keys, values = self._view(max(0, self.length - self.window), self.length)
+        return keys, values
+
     def can_rewind(self, n: int) -> bool:
         return n == 0 or 0 <= n <= self.length <= self.window
 

@@ -112,7 +112,12 @@ def adjust(case: Case, seed: int, tensors: dict[str, Tensor]) -> dict[str, Tenso
     """Norm weights are what is added to one. The last norm's have signs of their own, else every token would predict itself
     where the head is the embedding.
     """
-    last = "model.norm.weight"
-    signs = torch.where(torch.rand(tensors[last].shape, generator=generator(case, seed, "signs")) < 0.5, -1.0, 1.0)
-    signed = tensors | {last: 0.5 * signs * tensors[last]}
-    return {name: exact(t - 1) if name.endswith("norm.weight") else t for name, t in signed.items()}
+    adjusted = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            numbers = generator(case, seed, name)
+            factor = (0.3 * torch.randn(tensor.shape, generator=numbers)).exp()
+            if name == "model.norm.weight":
+                factor = 0.5 * factor * (torch.rand(tensor.shape, generator=numbers) - 0.5).sign()
+            adjusted[name] = exact(factor - 1)
+    return adjusted

@@ -170,7 +170,7 @@ def routers(config: Mapping[str, Any], pattern: str) -> Routers:
         _within_groups(config),
         embedding="backbone.embeddings.weight",
         writes={r"\.(out_proj|o_proj|down_proj|fc2_latent_proj)\.(weight|bias)$": 0},
-        mean=-2.0 if limited else 0.0,
+        mean=-1.5 if limited else 0.0,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.cases.case import Case
+from harness.cases.case import RECURRENT, RING, Case
 
 ALLOCATION_STEP = 256  # tokens by which a KV cache grows, in this engine and in mlx-lm; schedules of long cases straddle it
 LEAST = 36  # tokens that a schedule feeds in all, whatever the prompt: masks that differ give other rows only on longer ones
@@ -30,3 +30,18 @@ def allocation_boundaries(case: Case) -> list[int]:
         for b in (step - 1, step, step + 1)
         if b < case.prompt
     ]
+
+
+def goes_back(case: Case) -> bool:
+    """Whether tokens can always be dropped again."""
+    return not case.traits & {RING, RECURRENT}
+
+
+def window(case: Case) -> int:
+    """Tokens that a sliding layer sees, the query's own among them."""
+    return int(case.text["sliding_window"])
+
+
+def taps(case: Case) -> int:
+    """Tokens that the convolution before a recurrence sees, the last among them."""
+    return int(case.text["conv_kernel"])

@@ -10,9 +10,10 @@ from dataclasses import replace
 from harness.cases.case import Case
 from harness.check import Check
 
-__all__ = ["LONGCATS", "families", "for_others", "is_linear_first", "named"]
+__all__ = ["LONGCATS", "RECENT", "families", "for_others", "is_linear_first", "named"]
 
 LONGCATS = ("longcat_flash", "longcat_flash_ngram")
+RECENT = ("gemma3", "gpt_oss", "nemotron_h")
 
 
 def families(*names: str) -> Callable[[Case], bool]:
@@ -30,7 +31,7 @@ _NAMED: dict[str, Callable[[Case], bool]] = {  # general name -> cases that have
     "consecutive_runs_match_recompute": families("nemotron_nas", *LONGCATS),
     "engine_cut_prefill_matches_full_forward": families("longcat_flash_ngram"),
     "engine_run_matches_recompute_greedy": families("nemotron_nas"),
-    "incremental_logits_match_full_forward": families("nemotron_nas", *LONGCATS),
+    "incremental_logits_match_full_forward": families("nemotron_nas", *LONGCATS, *RECENT),
 }
 
 

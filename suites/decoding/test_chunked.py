@@ -54,7 +54,12 @@ chunked_prefill_matches_full_forward = Check(
     name="chunked_prefill_matches_full_forward",
     holds="a prompt that is fed in pieces, however uneven, gives at every row the logits of one full forward",
     schedules=_by_the_caller,
-    faults=("mask_missing_on_later_chunks", "rope_offset_off_by_one"),
+    faults=(
+        "mask_missing_on_later_chunks",
+        "rope_offset_off_by_one",
+        "window_out_of_order",
+        "recurrent_state_stays",
+    ),
     needs=frozenset({"all_rows"}),
     layout="dense",  # a model that owns its state is fed in pieces with empty slices, and cut by the engine
     applies=for_others("chunked_prefill_matches_full_forward"),

@@ -52,3 +52,18 @@ longcat_flash_ngram_chunked_engine_prefill_matches_single_piece = named(
     test_chunked.engine_cut_prefill_matches_full_forward,
     families("longcat_flash_ngram"),
 )
+nemotron_h_incremental_logits_match_full_forward = named(
+    "nemotron_h_incremental_logits_match_full_forward",
+    test_incremental.incremental_logits_match_full_forward,
+    families("nemotron_h"),
+)
+gemma3_incremental_logits_match_full_forward = named(
+    "gemma3_incremental_logits_match_full_forward",
+    test_incremental.incremental_logits_match_full_forward,
+    families("gemma3"),
+)
+gpt_oss_incremental_logits_match_full_forward = named(
+    "gpt_oss_incremental_logits_match_full_forward",
+    test_incremental.incremental_logits_match_full_forward,
+    families("gpt_oss"),
+)

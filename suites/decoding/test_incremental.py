@@ -23,6 +23,12 @@ incremental_logits_match_full_forward = Check(
     name="incremental_logits_match_full_forward",
     holds="logits of one-token steps against the cache are those of one full forward over the same tokens",
     schedules=_schedules,
-    faults=("rope_offset_off_by_one", "kv_write_one_slot_early"),
+    faults=(
+        "rope_offset_off_by_one",
+        "kv_write_one_slot_early",
+        "window_one_too_short",
+        "conv_tail_forgotten",
+        "recurrent_state_forgotten",
+    ),
     applies=for_others("incremental_logits_match_full_forward"),
 )

@@ -53,7 +53,7 @@ def _checks(family: str) -> dict[str, Check]:
         name=f"{family}_refuses_padded_prefill",
         holds="a model that owns its caches refuses padded prefill, and the sequence goes on as it was",
         schedules=_padded,
-        faults=("rope_offset_off_by_one", "kv_write_one_slot_early"),
+        faults=("rope_offset_off_by_one", "kv_write_one_slot_early", "recurrent_state_forgotten"),
         applies=families(family),
         layout="model_owned",
     )

@@ -29,7 +29,12 @@ padded_prefill_matches_full_forward = Check(
     name="padded_prefill_matches_full_forward",
     holds="a prompt whose forwards are padded to a fixed number of rows gives the logits of one full forward",
     schedules=_schedules,
-    faults=("padding_enters_the_state", "rope_offset_off_by_one"),
+    faults=(
+        "padding_enters_the_state",
+        "padding_enters_the_window",
+        "padding_enters_the_recurrence",
+        "rope_offset_off_by_one",
+    ),
     needs=frozenset({"pad", "all_rows"}),
     layout="dense",
     counters={"padded_rows": 4},

@@ -35,7 +35,8 @@ def _batched(case: Case) -> Sequence[Schedule]:
     return [
         Schedule.parse(
             f"feed a {n}; feed b 17; feed c 5; step a+b+c 5; step c+a 3; close a; step c+b 2; feed b 3; step b+c 2; step b 2"
-        )
+        ),
+        Schedule.parse("feed a 1; feed b 3; feed c 17; feed d 33; step a+b+c+d 3; step d+b 2"),
     ]
 
 

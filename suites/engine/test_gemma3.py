@@ -68,9 +68,7 @@ def weights(raw: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def model(raw: dict[str, Any], dtype: mx.Dtype = mx.float32) -> gemma3.Model:
-    held = {
-        name: mx.array(w).astype(mx.float32 if gemma3.keep_float32(name) else dtype) for name, w in weights(raw).items()
-    }
+    held = {name: mx.array(w).astype(mx.float32 if gemma3.keep_float32(name) else dtype) for name, w in weights(raw).items()}
     return gemma3.Model(gemma3.Config.from_dict(raw), held)
 
 

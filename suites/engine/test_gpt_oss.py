@@ -78,9 +78,7 @@ def weights(raw: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def model(raw: dict[str, Any], dtype: mx.Dtype = mx.float32) -> gpt_oss.Model:
-    held = {
-        name: mx.array(w).astype(mx.float32 if gpt_oss.keep_float32(name) else dtype) for name, w in weights(raw).items()
-    }
+    held = {name: mx.array(w).astype(mx.float32 if gpt_oss.keep_float32(name) else dtype) for name, w in weights(raw).items()}
     return gpt_oss.Model(gpt_oss.Config.from_dict(raw), held)
 
 
@@ -208,7 +206,8 @@ def test_a_bad_field_is_named(field: str, value: Any):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("hidden_act", "gelu"), ("layer_types", ["sliding_attention", "full_attention", "linear_attention", "x"])]
+    ("field", "value"),
+    [("hidden_act", "gelu"), ("layer_types", ["sliding_attention", "full_attention", "linear_attention", "x"])],
 )
 def test_what_is_not_supported_is_refused_by_name(field: str, value: Any):
     with pytest.raises(Refused, match=field):
