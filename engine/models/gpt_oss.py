@@ -26,7 +26,7 @@ from engine.models.llama import duplicates, ignored
 from engine.state import KVState, RingKVState, Span, State
 from engine.state.span import positions
 
-__all__ = ["Config", "Model", "duplicates", "ignored", "keep_float32", "parameters"]
+__all__ = ["Config", "Model", "duplicates", "ignored", "inputs_first", "keep_float32", "parameters"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -129,6 +129,11 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
 def keep_float32(name: str) -> bool:
     """The router's parameters: a choice of experts is as precise as they are."""
     return ".mlp.router." in name
+
+
+def inputs_first(name: str) -> bool:
+    """Experts' matrices, which are [experts, in, out] in a plain file and [experts, out, in] in a packed one."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 class Router:
