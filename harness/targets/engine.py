@@ -63,8 +63,10 @@ class EngineTarget:
         from engine.models import family
         from engine.state import SequenceStateLayout
 
+        # A case's matrices are so small that they would always be unpacked: each way of holding them has a layout to be run in.
+        quantised = "packed" if layout == "dense" else "unpacked"
         try:
-            loaded = load(checkpoint, dtype=dtype)
+            loaded = load(checkpoint, dtype=dtype, quantised=quantised)
             model = family(loaded.model_type).Model(loaded.config, loaded.weights)
             return _LoadedModel(model, SequenceStateLayout(layout))
         except Refused as error:
