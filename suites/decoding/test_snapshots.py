@@ -30,7 +30,8 @@ def _schedules(case: Case) -> Sequence[Schedule]:
         ),
         # Back, and over the tokens of a later snapshot, which were not copied before.
         Schedule.parse(
-            "feed a 9; save a x; feed a 7; step a 2; save a y; restore a x; feed a 12; restore b y; step b 3; restore a y; step a 1"
+            "feed a 9; save a x; feed a 7; step a 2; save a y; restore a x; feed a 12; restore b y; step b 3; "
+            "restore a y; step a 1"
         ),
         Schedule.parse(f"open a; save a x; feed a 9; restore a x; feed a 5; save a y; feed a {n - 5}; restore c y; step c 6"),
     ]
