@@ -139,7 +139,7 @@ def test_a_restored_sequence_goes_on_as_the_first_did(pattern: str):
 
 
 def test_new_caches_layout():
-    """A slot for each mixer that keeps something, none for MLPs and mixtures."""
+    """Recurrent, KV, none for mixtures and MLPs."""
     kinds = [type(slot) for slot in model(variant(hybrid_override_pattern="ME*-M")).make_slots()]
     assert kinds == [RecurrentState, KVState, RecurrentState]
     assert model(variant(hybrid_override_pattern="E-")).make_slots() == []

@@ -91,13 +91,13 @@ def test_a_head_that_is_not_whole_is_an_error(missing: str):
         MTPNames.find(BESIDE)
 
 
-def test_with_attention_mtp_has_one_cache_of_its_own_and_the_model_none_more():
+def test_new_caches_layout_with_attention_mtp_is_one_of_its_own_and_the_model_none_more():
     served = model(RAW, optional=MTP_ATTENTION_MOE)
     assert served.mtp is not None and [type(slot) for slot in served.mtp.make_slots()] == [KVState]
     assert [type(slot) for slot in served.make_slots()] == [type(slot) for slot in model(RAW).make_slots()]
 
 
-def test_cacheless_mtp_has_no_cache():
+def test_new_caches_layout_of_a_cacheless_mtp_is_none():
     served = model(RAW, optional=(*BESIDE, "mtp.layers.1.mixer.up_proj.weight", "mtp.layers.4.mixer.gate.weight"))
     assert served.mtp is not None and served.mtp.make_slots() == []
     hidden = mx.zeros((3, RAW["hidden_size"]))
