@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import torch
 
 from engine.checkpoint import load
 from engine.errors import CheckpointError, ConfigError
 from engine.models import nemotron_h
 from engine.models.nemotron_h_mtp import MTPHead, MTPNames, has_mtp_head, layer_kind, layer_prefixes
 from engine.state import KVState, Span
+from reference_models import nemotron_h as reference
 from suites.engine.tiny_checkpoints import write_directory
 from suites.engine.tiny_nemotron_h import (
     MTP_ATTENTION_MOE,
@@ -180,6 +182,20 @@ DRAFTS = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
 
 def arrays(optional: tuple[str, ...] = MTP_ATTENTION_MOE) -> dict[str, np.ndarray]:
     return weights(config(RAW, optional))
+
+
+@pytest.mark.parametrize("pattern", ["*E", "E*-", "-", "**"])
+def test_the_head_agrees_with_the_reference(pattern: str):
+    raw = RAW | DRAFTS | {"mtp_hybrid_override_pattern": pattern}
+    optional = tuple(reference.mtp_parameters(raw))
+    served, torch_weights = model(raw, optional=optional), weights(config(raw, optional))
+    tensors = {name: torch.from_numpy(w) for name, w in torch_weights.items()}
+    hidden, _ = reference.hidden_states(raw, tensors, IDS)
+    expected = reference.mtp(raw, tensors, hidden[:-1], IDS[1:])
+    assert served.mtp is not None
+    logits, after = served.mtp(trunk(served, IDS)[:-1], mx.array(IDS[1:]), [Span(0, 19, 0, served.mtp.make_slots())])
+    np.testing.assert_allclose(np.array(logits), expected.logits.numpy(), atol=1e-4)
+    np.testing.assert_allclose(np.array(after), expected.hidden.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
