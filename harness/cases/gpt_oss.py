@@ -101,7 +101,7 @@ def routers(config: Mapping[str, Any]) -> Routers:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         norm, bias = f"{name}.post_attention_layernorm.weight", f"{name}.mlp.router.bias"
-        sites.append(Site(f"{name}.mlp.router.weight", norm, layer + 0.5, bias))
+        sites.append(Site(f"{name}.mlp.router.weight", norm, 1.6 + 2.4 * layer, bias))
     return Routers(
         sites,
         among(config["num_experts_per_tok"], lambda logits: logits),
