@@ -135,7 +135,7 @@ def _unpacked(parameter: Packed, dtype: str, formats: set[Kind] | None) -> Weigh
     if isinstance(weight, QuantisedTensor):
         if formats is not None and (weight.mode, weight.group_size, weight.bits) not in formats:
             return weight
-        weight = weight.dequantise()
+        weight = weight.unpack()
         mx.eval(weight)
         require_finite(weight, parameter.name, dtype)
     return weight.swapaxes(-1, -2) if parameter.inputs_first else weight
