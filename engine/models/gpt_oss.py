@@ -26,7 +26,7 @@ from engine.models.llama import duplicates, ignored
 from engine.state import KVState, RingKVState, Span, State
 from engine.state.span import positions
 
-__all__ = ["Config", "Model", "duplicates", "ignored", "keep_float32", "parameters"]
+__all__ = ["Config", "Model", "duplicates", "ignored", "inputs_first", "keep_float32", "parameters"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -124,6 +124,11 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
+
+
+def inputs_first(name: str) -> bool:
+    """Experts' matrices, which plain files hold as [experts, in, out]."""
+    return ".mlp.experts." in name and name.endswith("_proj")
 
 
 def keep_float32(name: str) -> bool:
