@@ -94,7 +94,7 @@ class Config:
 def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     """Every weight of a checkpoint with its shape; a checkpoint has exactly these.
 
-    Experts' matrices are stacked and stored from inputs to outputs, [experts, in, out]; columns of gate_up_proj are a gate's and
+    Experts' matrices are stacked, [experts, in, out] (packed ones [experts, out, in]); outputs of gate_up_proj are a gate's and
     an up's in turn.
     """
     c = config
