@@ -23,7 +23,7 @@ from engine.prompt import gguf_vocabulary
 from engine.prompt.template import ChatTemplate
 from engine.prompt.tokenizer import Tokenizer
 
-__all__ = ["Checkpoint", "load"]
+__all__ = ["Checkpoint", "load", "model_type_of"]
 
 
 @dataclass
@@ -83,7 +83,7 @@ def _load_directory(path: Path, source: str, dtype: str | None, quantised: str |
     `complete(config, shapes)`, the config with what only the files say (and what read_weights asks for).
     """
     raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
-    model_type = _model_type(raw)
+    model_type = model_type_of(raw)
     family = models.family(model_type)
     config = family.Config.from_dict(raw)
     text: Mapping[str, Any] = family.text_fields(raw)[0] if hasattr(family, "text_fields") else raw
@@ -132,7 +132,7 @@ def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
 _GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
-def _model_type(raw: Mapping[str, Any]) -> str:
+def model_type_of(raw: Mapping[str, Any]) -> str:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     if model_type is None and isinstance(architectures, list):
         known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]

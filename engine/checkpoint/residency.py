@@ -84,7 +84,7 @@ def _choose(kind: Kind, members: Sequence[Packed], dtype: mx.Dtype) -> tuple[boo
         return True, f"matrices of {outputs} x {inputs} are too small to time"
     timed = min(outputs, max(1, LARGEST // inputs))
     tensor = _blank(kind, timed, inputs, dtype)
-    values = tensor.dequantise()
+    values = tensor.unpack()
     mx.eval(values)
     found = []
     for rows in (1, ROWS):
