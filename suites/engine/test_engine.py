@@ -195,7 +195,7 @@ def test_an_error_takes_back_even_a_state_that_cannot_rewind(monkeypatch: pytest
     engine.step_async(sequence, mx.array([5]))
     engine.abandon(sequence, 4)
     np.testing.assert_allclose(np.array(engine.step({sequence: 6}))[0], expected_logits([1, 2, 3, 4, 6])[-1], atol=2e-4)
-    engine.abandon(sequence, 3)  # before the last call, where it cannot go
+    engine.abandon(sequence, 4)  # a step whose logits were handed out is kept by nobody
     with pytest.raises(SequenceError, match="was lost"):
         engine.rewind(sequence, 0)
 
