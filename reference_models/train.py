@@ -25,7 +25,7 @@ from torch import Tensor
 import reference_models
 from reference_models import nemotron_h, training_text
 
-__all__ = ["CONFIGS", "main", "train"]
+__all__ = ["CONFIGS", "FLOAT32", "main", "parameters", "train"]
 
 ROOT = Path(__file__).parent / "checkpoints"
 SEED = 20_240_229
@@ -182,7 +182,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def _initial(config: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
     tensors = {}
-    for name, shape in _parameters(config).items():
+    for name, shape in parameters(config).items():
         if name.endswith("e_score_correction_bias"):  # only chooses, so it has no gradient: it stays as drawn
             tensors[name] = 0.1 * (torch.rand(shape, generator=generator) - 0.5)
             continue
@@ -200,7 +200,7 @@ def _initial(config: dict[str, Any], generator: torch.Generator) -> dict[str, Te
     return tensors
 
 
-def _parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all that is trained: the reference's parameters, and those of its MTP head where it has one."""
     reference = reference_models.find(config["model_type"])
     guesses = getattr(reference, "mtp_parameters", None)
