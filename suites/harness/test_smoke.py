@@ -90,6 +90,16 @@ def test_engine_passes_every_cell_and_the_records_read_back(tiny):
     assert result.lock_wait_s is not None and result.environment["mlx"]
 
 
+def test_a_text_goes_beyond_a_sliding_window_and_of_a_large_one_the_last_rows_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke, "BEYOND_WINDOW", 50)
+    monkeypatch.setattr(smoke, "MOST_LOGITS", 30 * 128)
+    _, records = run(build(cases.find("gemma3/local_global"), 0, tmp_path))
+    assert {name: str(record.outcome) for name, record in records.items()} == dict.fromkeys(CHECKS, "pass")
+    assert records[INCREMENTAL].schedule == ["feed text 28; feed text 22 all; step text 8"]
+    pieces, whole = records[CHUNKED].schedule
+    assert pieces == "feed text 1; feed text 57 all" and whole == "feed text 28 chunk=48; feed text 30 all chunk=48"
+
+
 def test_logits_that_are_slightly_off_fail_with_position_and_ratio(tiny):
     _, records = run(tiny, f"{HERE}:WrongAfterFive")
     broken = records[INCREMENTAL]
