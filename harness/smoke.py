@@ -60,7 +60,7 @@ NEEDS = {ANSWERS: {"greedy"}, CHUNKED: {"all_rows", "chunk"}, REPEATED: {"greedy
 
 @dataclass(frozen=True)
 class Smoke:
-    """What to run. `source`: a directory, a .gguf file, a hub id, `smollm2` or `gemma3-270m`. Times in seconds; a timeout is per cell."""
+    """What to run. `source`: see harness.checkpoints.resolve. Times in seconds; a timeout is per cell."""
 
     source: str = "smollm2"
     target: str = "engine"

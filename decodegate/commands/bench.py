@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, smollm2, or gemma3-270m.")] = "smollm2",
+    checkpoint: Annotated[
+        str, typer.Argument(help="A directory, a .gguf file, a hub id, smollm2, or gemma3-270m.")
+    ] = "smollm2",
     peers: Annotated[
         str, typer.Option(help="What to compare with: ENGINE:DTYPE, comma-separated; empty for none.")
     ] = DEFAULT_PEERS,
