@@ -4,7 +4,8 @@ MLX's CPU products unpack one code at a time, on one core; a BLAS reads eight ti
 as fast. Which it is depends on the machine. So a product of the model's own shape and format is timed, both ways, for one row
 (decoding) and for ROWS (a prompt), in at most a tenth of a second a format; packed weights stay where they are faster at both.
 Matrices of fewer than SMALL values are unpacked without timing: a call costs more than what it does there, and the time is
-noise. Weights that would not fit into the memory that is free stay packed.
+noise. Weights that would not fit into the memory that is free stay packed. DECODEGATE_QUANTISED forces one or the other: auto
+(default), packed, unpacked.
 """
 
 from __future__ import annotations
