@@ -126,11 +126,6 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def inputs_first(name: str) -> bool:
-    """Experts' matrices, which plain files hold as [experts, in, out]."""
-    return ".mlp.experts." in name and name.endswith("_proj")
-
-
 def keep_float32(name: str) -> bool:
     """The router's parameters: a choice of experts is as precise as they are."""
     return ".mlp.router." in name

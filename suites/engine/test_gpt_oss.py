@@ -262,7 +262,8 @@ def packed(raw: dict[str, Any], seed: int = 0) -> tuple[dict[str, np.ndarray], d
 
 def write_packed(path: Path, raw: dict[str, Any], stored: dict[str, np.ndarray]) -> Path:
     path.mkdir()
-    quantised = raw | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}}
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
+    quantised = raw | {"quantization_config": {"modules_to_not_convert": plain, "quant_method": "mxfp4"}}
     (path / "config.json").write_text(json.dumps(quantised))
     header, data = {}, b""
     for name, array in stored.items():
