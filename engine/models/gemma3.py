@@ -28,7 +28,7 @@ from engine.models.layouts import BothLayouts
 from engine.state import KVState, RingKVState, Span, State
 from engine.state.span import positions
 
-__all__ = ["Config", "Model", "canonical", "duplicates", "ignored", "keep_float32", "parameters"]
+__all__ = ["Config", "Model", "canonical", "duplicates", "ignored", "keep_float32", "parameters", "text_fields"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -61,8 +61,7 @@ class Config:
         Published configs of model_type gemma3 leave out what is as in the smallest of its models; the defaults are these.
         """
         outer = Fields(raw)
-        multimodal = outer.has("text_config")
-        fields = outer.section("text_config") if multimodal else outer
+        fields = Fields(*text_fields(raw))
         hidden_size = fields.integer("hidden_size", 1, 1 << 17)
         heads = fields.integer("num_attention_heads", 1, 1 << 12, 8)
         kv_heads = fields.integer("num_key_value_heads", 1, 1 << 12, 4)
@@ -101,8 +100,15 @@ class Config:
                     RopeConfig.from_fields(fields, 1e4, layer_type=SLIDING, theta_field="rope_local_base_freq", scaled=False),
                 ),
             ),
-            multimodal=multimodal,
+            multimodal=outer.has("text_config"),
         )
+
+
+def text_fields(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The language model's fields and their prefix: model_type gemma3 nests them in `text_config`."""
+    if raw.get("text_config") is None:
+        return raw, ""
+    return Fields(raw).section("text_config").raw, "text_config."
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:

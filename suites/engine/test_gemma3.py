@@ -162,12 +162,13 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_loaded_and_the_rest_set_a
     tower = prefix.replace("language_model.model.", "").replace("language_model.", "")
     arrays[f"{tower}vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = np.ones((2, 2), np.float32)
     arrays[f"{tower}multi_modal_projector.mm_input_projection_weight"] = np.ones((2, 2), np.float32)
-    wrapped = {"model_type": "gemma3", "text_config": {k: v for k, v in raw.items() if k != "tie_word_embeddings"}}
+    text = {name: value for name, value in raw.items() if name != "tie_word_embeddings"}
+    wrapped = {"model_type": "gemma3", "text_config": text | {"eos_token_id": 7}}
     loaded = load(write_directory(tmp_path / "vision", wrapped, arrays), dtype="float32")
     assert {name: np.array(w).tolist() for name, w in loaded.weights.items()} == {
         name: w.tolist() for name, w in weights(raw).items()
     }
-    assert any("2 tensors" in note for note in loaded.notes)
+    assert any("2 tensors" in note for note in loaded.notes) and loaded.eos_token_ids == {7}
     with pytest.raises(CheckpointError, match="not part of the model"):
         load(write_directory(tmp_path / "text", raw, arrays))
 
