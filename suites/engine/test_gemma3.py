@@ -189,6 +189,17 @@ def test_logits_in_half_precision_have_its_dtype_and_are_close(dtype: mx.Dtype):
     assert np.abs(np.array(got.astype(mx.float32)) - truth).max() < 0.1 * np.abs(truth).max()
 
 
+def test_a_residual_beyond_what_float16_holds_is_no_trouble_in_float16():
+    raw, loud = RAW | {"tie_word_embeddings": True}, "model.layers.0.post_feedforward_layernorm.weight"
+    large = {name: w + (name == loud) * np.float32(40000) for name, w in weights(raw).items()}
+    config, rows = gemma3.Config.from_dict(raw), {}
+    for dtype in (mx.float32, mx.float16):
+        held = {name: mx.array(w).astype(mx.float32 if gemma3.keep_float32(name) else dtype) for name, w in large.items()}
+        engine = Engine(gemma3.Model(config, held))
+        rows[dtype] = np.array(engine.prefill(engine.open(), tokens(20), all_logits=True).astype(mx.float32))
+    assert np.abs(rows[mx.float16] - rows[mx.float32]).max() < 0.02 * np.abs(rows[mx.float32]).max()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
