@@ -294,6 +294,24 @@ def test_published_mxfp4_experts_are_what_the_table_of_the_format_says(tmp_path:
     np.testing.assert_allclose(np.concatenate(got), truth, atol=1e-4 * np.abs(truth).max())
 
 
+def test_experts_as_mlx_lm_names_them_are_the_same_model(tmp_path: Path):
+    arrays = weights(RAW)
+    for name in [name for name in arrays if ".experts." in name]:
+        array, stem = arrays.pop(name), name.removesuffix("_bias")
+        end = "bias" if name.endswith("_bias") else "weight"
+        outputs_first = array if end == "bias" else array.swapaxes(1, 2)
+        if "gate_up" in stem:
+            for part, start in (("gate_proj", 0), ("up_proj", 1)):
+                arrays[f"{stem.replace('gate_up_proj', part)}.{end}"] = outputs_first[:, start::2]
+        else:
+            arrays[f"{stem}.{end}"] = outputs_first
+    loaded, ids = load(write_directory(tmp_path / "m", RAW, arrays), dtype="float32"), tokens(20)
+    assert loaded.config.separate_experts
+    engine = Engine(gpt_oss.Model(loaded.config, loaded.weights))
+    got = np.array(engine.prefill(engine.open(), ids, all_logits=True, chunk=13))
+    np.testing.assert_allclose(got, expected(RAW, ids), atol=1e-4)
+
+
 @pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
 def test_damaged_blocks_are_a_one_line_error(tmp_path: Path, change: str):
     stored, _ = packed(RAW)
