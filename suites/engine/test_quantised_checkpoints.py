@@ -109,12 +109,12 @@ def test_logits_are_the_same_packed_and_unpacked(built, name: str):
     assert counted[1]["quantised_matmuls"] == counted[1]["unpacked_matmuls"] == 0
 
 
-def test_a_small_model_is_unpacked_on_a_cpu_without_a_measurement(built):
+def test_a_small_model_stays_packed_on_a_cpu_without_a_measurement(built):
     if mx.default_device().type != mx.DeviceType.cpu:
         pytest.skip("a CPU's choice")
     checkpoint = load(built("llama/mlx_nvfp4"))
-    assert any("nvfp4 held unpacked in float32" in note and "too small to time" in note for note in checkpoint.notes)
-    assert not any(isinstance(weight, QuantisedTensor) for weight in checkpoint.weights.values())
+    assert any("nvfp4 held packed" in note and "too small to time" in note for note in checkpoint.notes)
+    assert any(isinstance(weight, QuantisedTensor) for weight in checkpoint.weights.values())
 
 
 def test_residency_can_be_forced_by_the_environment(built, monkeypatch):
