@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.cases import gpt_oss, llama, nemotron_h
-from harness.cases.case import GROWING, Case
+from harness.cases.case import Case
 
 __all__ = ["CASES"]
 
@@ -41,8 +41,8 @@ def _nemotron_h(form: str, stresses: str, pattern: str) -> Case:
         name=form,
         stresses=stresses,
         config=config,
-        traits=base.traits if "*" in pattern else base.traits - {GROWING},
         stored=form,
+        traits=nemotron_h.traits(pattern),
         checks=(*_CHECKS, "nemotron_h_incremental_logits_match_full_forward"),
         dtypes=("float32",),
         layouts=("dense", "model_owned"),
