@@ -1,7 +1,7 @@
 """Cases of how weights are stored: one for each quantised format, on the smallest model that has its modules.
 
-The oracle decodes the bytes itself. Formats have no part in what is kept between forwards, so these cases run few checks. Their
-two layouts are for our own engine, which holds weights packed in one and unpacked in the other.
+The oracle decodes the bytes itself. Formats have no part in what is kept between forwards, so these cases run few checks. They
+run in both layouts because our own engine holds weights packed in one and unpacked in the other.
 """
 
 from __future__ import annotations

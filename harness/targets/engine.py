@@ -63,8 +63,8 @@ class EngineTarget:
         from engine.models import family
         from engine.state import SequenceStateLayout
 
-        # A case's matrices are so small that they would always be unpacked: each way of holding them has a layout to be run in.
-        quantised = "packed" if layout == "dense" else "unpacked"
+        # Quantised cases, whose small matrices stay packed if nothing is said, run in the second layout to be unpacked too.
+        quantised = None if layout == "dense" else "unpacked"
         try:
             loaded = load(checkpoint, dtype=dtype, quantised=quantised)
             model = family(loaded.model_type).Model(loaded.config, loaded.weights)

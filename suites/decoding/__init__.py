@@ -29,7 +29,6 @@ __all__ = [
     "chunked_prefill_matches_full_forward",
     "consecutive_runs_match_recompute",
     "conv_tail_boundaries_match_full_forward",
-    "conv_tail_boundaries_match_full_forward",
     "engine_cut_prefill_matches_full_forward",
     "engine_run_matches_recompute_greedy",
     "gemma3_incremental_logits_match_full_forward",
