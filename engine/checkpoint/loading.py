@@ -23,7 +23,7 @@ from engine.prompt import gguf_vocabulary
 from engine.prompt.template import ChatTemplate
 from engine.prompt.tokenizer import Tokenizer
 
-__all__ = ["Checkpoint", "load"]
+__all__ = ["Checkpoint", "load", "model_type_of"]
 
 
 @dataclass
@@ -83,14 +83,14 @@ def _load_directory(path: Path, source: str, dtype: str | None, quantised: str |
     `complete(config, shapes)`, the config with what only the files say (and what read_weights asks for).
     """
     raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
-    model_type = _model_type(raw)
+    model_type = model_type_of(raw)
     family = models.family(model_type)
     config = family.Config.from_dict(raw)
     text: Mapping[str, Any] = family.text_fields(raw)[0] if hasattr(family, "text_fields") else raw
     plan = read_plan(raw, directory.hf_quant_config(path)) or read_plan(text, None)
     headers = directory.tensor_headers(path)
     if hasattr(family, "complete"):
-        config = family.complete(config, weight_shapes(headers, plan, family.canonical))
+        config = family.complete(config, weight_shapes(headers, plan, getattr(family, "canonical", str)))
     tokenizer_file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
     template = directory.chat_template(path)
@@ -132,7 +132,7 @@ def _load_gguf(path: Path, source: str, dtype: str | None) -> Checkpoint:
 _GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
-def _model_type(raw: Mapping[str, Any]) -> str:
+def model_type_of(raw: Mapping[str, Any]) -> str:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     if model_type is None and isinstance(architectures, list):
         known = [name for name in map(str, architectures) if name in models.ARCHITECTURES]

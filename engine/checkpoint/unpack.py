@@ -17,26 +17,15 @@ from engine.checkpoint.read import COMPUTE_DTYPES, require_finite
 from engine.checkpoint.tensors import TensorHeader
 from engine.errors import CheckpointError
 from engine.layers.quantised import QuantisedTensor, Weight
+from engine.layers.unpacking import E4M3
 
-__all__ = ["E4M3", "unpack"]
+__all__ = ["unpack"]
 
 NAN_E4M3, NAN_E8M0 = 0x7F, 0xFF
 _NUMPY: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "U32": np.dtype("<u4"),
     "U8": np.dtype("u1"), "F8_E4M3": np.dtype("u1"), "F8_E8M0": np.dtype("u1"),
 }  # fmt: skip
-
-
-def _e4m3() -> np.ndarray:
-    """The value of each byte: sign, 4 bits of exponent (bias 7), 3 of fraction; no infinity (OCP FP8). float32 [256]."""
-    byte = np.arange(256)
-    exponent, fraction = byte >> 3 & 15, (byte & 7).astype(np.float32) / 8
-    values = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (exponent - 7.0))
-    values = np.where(byte & 0x7F == NAN_E4M3, np.nan, values)
-    return np.where(byte < 128, values, -values).astype(np.float32)
-
-
-E4M3 = _e4m3()
 
 
 def unpack(packed: Packed, dtype: str) -> Weight:

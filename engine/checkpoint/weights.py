@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +19,67 @@ from engine.checkpoint.unpack import unpack
 from engine.errors import CheckpointError
 from engine.layers.quantised import QuantisedTensor, Weight
 
-__all__ = ["FLOATS", "read_weights"]
+__all__ = ["FLOATS", "Accounted", "account_for", "read_weights"]
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
 _PARTS_SHOWN = 16
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Accounted:
+    """What the files hold of a family's parameters, after the accounting.
+
+    packed, plain: by parameter, copies that a file may hold included; plain also has the tensors that are not used.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    duplicates: Mapping[str, str]  # copies that the files hold -> parameter
+    packed: Mapping[str, Packed]
+    plain: Mapping[str, TensorHeader]
+
+    def stored(self, name: str) -> list[TensorHeader]:
+        """The tensors that hold a parameter."""
+        return list(self.packed[name].parts.values()) if name in self.packed else [self.plain[name]]
+
+
+def account_for(
+    family: Any,
+    config: Any,
+    headers: Mapping[str, TensorHeader],
+    *,
+    plan: Plan | None = None,
+    dtypes: frozenset[str] = FLOATS,
+) -> Accounted:
+    """Every parameter is in the files once, as the config and the plan say, and the files hold nothing else.
+
+    plan: the formats of packed tensors; dtypes: of plain ones. A family may define `ignored(config, name)` and
+    `duplicates(config)` (see account), `canonical(name)`, the parameter that a tensor of another spelling is, and
+    `inputs_first(name)`, whether a parameter is a matrix [.., in, out] (a quantised one is [.., out, in]).
+    Raises CheckpointError.
+    """
+    parameters = family.parameters(config)
+    duplicates = family.duplicates(config) if hasattr(family, "duplicates") else {}
+    canonical = getattr(family, "canonical", lambda name: name)
+    inputs_first = getattr(family, "inputs_first", lambda name: False)
+    copies = {copy: parameters[name] for copy, name in duplicates.items()}
+    packed, rest = find_packed(parameters | copies, headers, plan, canonical=canonical, inputs_first=inputs_first)
+    if plan is not None and not packed:
+        raise CheckpointError(f"{plan.source} describes quantised weights, and no tensor is one; do they belong together?")
+    plain = _renamed(rest, canonical)
+
+    def ignored(name: str) -> bool:
+        return hasattr(family, "ignored") and family.ignored(config, name)
+
+    account(
+        {name: shape for name, shape in parameters.items() if name not in packed},
+        plain,
+        ignored=ignored,
+        duplicates={copy: name for copy, name in duplicates.items() if name not in packed},
+        dtypes=dtypes,
+    )
+    found = {copy: name for copy, name in duplicates.items() if copy in packed or copy in plain}
+    return Accounted(parameters, found, packed, plain)
 
 
 def read_weights(
@@ -38,49 +95,26 @@ def read_weights(
 ) -> tuple[dict[str, Weight], str, list[str]]:
     """Returns the parameters, evaluated, the compute dtype that was chosen, and notes of what was chosen and why.
 
-    plan: the formats of packed tensors; dtypes: of plain ones; quantised: see engine.checkpoint.residency; arrange: for a
-    parameter, what reorders its rows. A family may define `ignored(config, name)` and `duplicates(config)` (see account),
-    `canonical(name)`, the parameter that a tensor of another spelling is, `keep_float32(name)`, whether a parameter is float32
-    in every compute dtype, and `inputs_first(name)`, whether it is a matrix [.., in, out] (a quantised one is [.., out, in]).
+    See account_for; quantised: see engine.checkpoint.residency; arrange: for a parameter, what reorders its rows. A family may
+    define `keep_float32(name)`, whether a parameter is float32 in every compute dtype.
     """
-    parameters = family.parameters(config)
-    duplicates = family.duplicates(config) if hasattr(family, "duplicates") else {}
+    accounted = account_for(family, config, headers, plan=plan, dtypes=dtypes)
+    packed, plain, parameters = accounted.packed, accounted.plain, accounted.parameters
     keep_float32 = getattr(family, "keep_float32", lambda name: False)
-    canonical = getattr(family, "canonical", lambda name: name)
-    shapes = parameters | {copy: parameters[name] for copy, name in duplicates.items() if copy in headers}
-    packed, rest = find_packed(
-        shapes, headers, plan, canonical=canonical, inputs_first=getattr(family, "inputs_first", lambda name: False)
-    )
-    if plan is not None and not packed:
-        raise CheckpointError(
-            f"{plan.source} describes quantised weights, and no tensor is one; do config and weights belong together?"
-        )
-    plain = _renamed(rest, canonical)
-
-    def ignored(name: str) -> bool:
-        return hasattr(family, "ignored") and family.ignored(config, name)
-
-    account(
-        {name: shape for name, shape in parameters.items() if name not in packed},
-        plain,
-        ignored=ignored,
-        duplicates={copy: name for copy, name in duplicates.items() if name not in packed},
-        dtypes=dtypes,
-    )
-    used, notes = _choose_dtype(dtype, [header for name in parameters for header in _stored(name, plain, packed)])
+    used, notes = _choose_dtype(dtype, [header for name in parameters for header in accounted.stored(name)])
     formats, why = unpacked(packed, used, quantised)
     notes += why
 
     def read(name: str) -> Weight:
-        is_wide = keep_float32(duplicates.get(name, name))
+        is_wide = keep_float32(accounted.duplicates.get(name, name))
         kept = "float32" if is_wide else used
         if name in packed:
             return _unpacked(packed[name], kept, None if is_wide else formats)
         return read_tensor(plain[name], kept, arrange(name))
 
     weights = {name: read(name) for name in parameters}
-    for copy, name in duplicates.items():
-        if copy in shapes and not _equal(read(copy), weights[name]):
+    for copy, name in accounted.duplicates.items():
+        if not _equal(read(copy), weights[name]):
             raise CheckpointError(
                 f"tensor {shown(copy)} differs from {shown(name)}, of which the config says that it is a copy; "
                 "is tie_word_embeddings right?"
@@ -101,7 +135,7 @@ def _unpacked(parameter: Packed, dtype: str, formats: set[Kind] | None) -> Weigh
     if isinstance(weight, QuantisedTensor):
         if formats is not None and (weight.mode, weight.group_size, weight.bits) not in formats:
             return weight
-        weight = weight.dequantise()
+        weight = weight.unpack()
         mx.eval(weight)
         require_finite(weight, parameter.name, dtype)
     return weight.swapaxes(-1, -2) if parameter.inputs_first else weight
@@ -113,10 +147,6 @@ def _equal(one: Weight, other: Weight) -> bool:
     ones = one.arrays() if isinstance(one, QuantisedTensor) else [one]
     others = other.arrays() if isinstance(other, QuantisedTensor) else [other]
     return len(ones) == len(others) and all(bool(mx.array_equal(a, b).item()) for a, b in zip(ones, others, strict=True))
-
-
-def _stored(name: str, plain: Mapping[str, TensorHeader], packed: Mapping[str, Packed]) -> list[TensorHeader]:
-    return list(packed[name].parts.values()) if name in packed else [plain[name]]
 
 
 def _renamed(headers: Mapping[str, TensorHeader], canonical: Callable[[str], str]) -> dict[str, TensorHeader]:

@@ -23,7 +23,8 @@ class Attention:
     """Keeps one state, that at index `slot` of a span's slots: a KV state, or with a window a ring.
 
     scale: of the scores; None: head_dim^-0.5. window: a query sees its own token and the window - 1 before it. sinks: each head
-    has one more logit, the parameter `sinks`, in its softmax. q_norm, k_norm: of each head, before it is rotated. softcap: of the scores.
+    has one more logit, the parameter `sinks`, in its softmax. q_norm, k_norm: of each head, before it is rotated. softcap: of
+    the scores.
     """
 
     def __init__(

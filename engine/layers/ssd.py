@@ -21,13 +21,13 @@ from engine.layers.activations import exp
 __all__ = ["CHUNK", "scan", "step"]
 
 CHUNK = 64  # tokens of one matrix form
-CHUNKS = 8  # of which one pass takes this many: bounds its memory, and the products that carry states from chunk to chunk
+CHUNKS = 4  # of which one pass takes this many: bounds its memory, and the products that carry states from chunk to chunk
 
 
 def scan(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
     """x [T, heads, head_dim], dt [T, heads], A [heads], B and C [T, groups, state], state [1, heads, head_dim, state].
 
-    Returns y [T, heads, head_dim] and the state after the T tokens, which shares no memory with anything larger.
+    Returns y [T, heads, head_dim] and the state after the T tokens.
     """
     if x.shape[0] == 1:
         return step(x, dt, A, B, C, state)
@@ -36,7 +36,7 @@ def scan(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state
         tokens = slice(start, start + CHUNKS * CHUNK)
         y, state = _pass(x[tokens], dt[tokens], A, B[tokens], C[tokens], state)
         outs.append(y)
-    return (outs[0] if len(outs) == 1 else mx.concatenate(outs)), mx.contiguous(state)
+    return (outs[0] if len(outs) == 1 else mx.concatenate(outs)), state
 
 
 def _pass(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:

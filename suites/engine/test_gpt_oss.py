@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from engine.checkpoint import load
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, Refused
 from engine.layers.activations import clamped_swiglu
+from engine.layers.quantised import QuantisedTensor
 from engine.layers.weights import Weights
 from engine.models import gpt_oss
 from reference_models import gpt_oss as reference
-from suites.engine.tiny_checkpoints import write_directory
+from suites.engine.tiny_checkpoints import write_directory, write_safetensors
 
 W = 6
 YARN = {
@@ -232,3 +234,92 @@ def test_a_missing_or_misshapen_tensor_is_a_one_line_error(tmp_path: Path, name:
     with pytest.raises(CheckpointError) as caught:
         load(write_directory(tmp_path / "m", RAW, arrays))
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 += [-value for value in E2M1]
+
+
+def packed(raw: dict[str, Any], seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The tensors of a published file, experts as MXFP4 blocks, and the plain ones that they are by the format's table."""
+    rng, plain = np.random.default_rng(seed), weights(raw)
+    stored: dict[str, np.ndarray] = {}
+    for name, array in list(plain.items()):
+        if not gpt_oss.inputs_first(name):
+            stored[name] = array
+            continue
+        experts, inputs, outputs = array.shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+        scales = rng.integers(123, 126, (experts, outputs, inputs // 32)).astype(np.uint8)
+        values = np.zeros((experts, outputs, inputs), np.float32)
+        for (e, o, g, b), byte in np.ndenumerate(blocks):
+            for half, code in enumerate((byte & 15, byte >> 4)):  # the low half comes first
+                values[e, o, 32 * g + 2 * b + half] = E2M1[code] * 2.0 ** (int(scales[e, o, g]) - 127)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        plain[name] = values.swapaxes(1, 2)
+    return stored, plain
+
+
+def write_packed(path: Path, raw: dict[str, Any], stored: dict[str, np.ndarray]) -> Path:
+    path.mkdir()
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
+    quantised = raw | {"quantization_config": {"modules_to_not_convert": plain, "quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(quantised))
+    header, data = {}, b""
+    for name, array in stored.items():
+        dtype = "U8" if array.dtype == np.uint8 else "F32"
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    write_safetensors(path / "model.safetensors", header, data)
+    return path
+
+
+@pytest.mark.parametrize("quantised", ["packed", "unpacked"])
+def test_published_mxfp4_experts_are_what_the_table_of_the_format_says(tmp_path: Path, quantised: str):
+    raw = RAW | {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    stored, plain = packed(raw)
+    loaded = load(write_packed(tmp_path / "m", raw, stored), dtype="float32", quantised=quantised)
+    for name, array in plain.items():
+        weight = loaded.weights[name]
+        if isinstance(weight, QuantisedTensor):
+            assert quantised == "packed"
+            weight = weight.dequantise().swapaxes(1, 2)
+        np.testing.assert_array_equal(np.array(weight), array, err_msg=name)
+    ids = tokens(20)
+    truth = reference.logits(raw, {name: torch.from_numpy(w) for name, w in plain.items()}, ids).numpy()
+    engine = Engine(gpt_oss.Model(loaded.config, loaded.weights))
+    sequence = engine.open()
+    got = [np.array(engine.prefill(sequence, ids[:15], all_logits=True))]
+    got += [np.array(engine.step({sequence: token})) for token in ids[15:]]
+    np.testing.assert_allclose(np.concatenate(got), truth, atol=1e-4 * np.abs(truth).max())
+
+
+def test_experts_as_mlx_lm_names_them_are_the_same_model(tmp_path: Path):
+    arrays = weights(RAW)
+    for name in [name for name in arrays if ".experts." in name]:
+        array, stem = arrays.pop(name), name.removesuffix("_bias")
+        end = "bias" if name.endswith("_bias") else "weight"
+        outputs_first = array if end == "bias" else array.swapaxes(1, 2)
+        if "gate_up" in stem:
+            for part, start in (("gate_proj", 0), ("up_proj", 1)):
+                arrays[f"{stem.replace('gate_up_proj', part)}.{end}"] = outputs_first[:, start::2]
+        else:
+            arrays[f"{stem}.{end}"] = outputs_first
+    loaded, ids = load(write_directory(tmp_path / "m", RAW, arrays), dtype="float32"), tokens(20)
+    assert loaded.config.separate_experts
+    engine = Engine(gpt_oss.Model(loaded.config, loaded.weights))
+    got = np.array(engine.prefill(engine.open(), ids, all_logits=True, chunk=13))
+    np.testing.assert_allclose(got, expected(RAW, ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
+def test_damaged_blocks_are_a_one_line_error(tmp_path: Path, change: str):
+    stored, _ = packed(RAW)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    if change == "missing":
+        del stored[name]
+    else:
+        stored[name] = stored[name][..., :-1, :] if change == "shape" else stored[name].astype(np.float32)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj") as caught:
+        load(write_packed(tmp_path / "m", RAW, stored))
+    assert "\n" not in str(caught.value)

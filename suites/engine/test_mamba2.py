@@ -65,7 +65,7 @@ LENGTHS = [1, 2, 3, Q - 1, Q, Q + 1, 2 * Q, 2 * Q + 5, ssd.CHUNKS * Q, ssd.CHUNK
 
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("dt", [1e-4, 1.0, 100.0])
-def test_mamba2_scan_is_the_recurrence(T: int, dt: float):
+def test_mamba2_scan_reference(T: int, dt: float):
     inputs = scan_inputs(T, dt=dt)
     y, state = scan(inputs)
     expected, states = recurrence(*inputs)
@@ -73,7 +73,7 @@ def test_mamba2_scan_is_the_recurrence(T: int, dt: float):
 
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(6, 1, 7), (6, 6, 7), (8, 4, 32), (4, 2, 31), (1, 1, 1)])
-def test_mamba2_scan_grouped_and_in_any_shape(heads: int, groups: int, size: int):
+def test_mamba2_scan_grouped_and_of_shapes_that_kernels_do_not_support(heads: int, groups: int, size: int):
     inputs = scan_inputs(Q + 9, heads, groups, size)
     y, state = scan(inputs)
     expected, states = recurrence(*inputs)
@@ -100,7 +100,7 @@ def test_mamba2_scan_capture_all_per_token():
         assert relative(np.array(state)[0], states[t]) < 1e-5
 
 
-def test_mamba2_scan_passes_identity_steps_bit_for_bit():
+def test_mamba2_scan_padded_row_identity_is_bit_for_bit():
     inputs = scan_inputs(Q + 10)
     for i in (0, 1, 4):
         inputs[i][20:] = 0.0
@@ -153,6 +153,14 @@ def test_depthwise_conv_silu_one_token_is_a_row_of_many():
     many = np.array(conv(9, 4, True)(window))
     for t in range(17):
         np.testing.assert_allclose(np.array(conv(9, 4, True)(window[t : t + 4]))[0], many[t], atol=1e-6)
+
+
+def test_conv_bias_takes_the_path_of_none():
+    window = mx.array(normal(8, 20, 9))
+    arrays = {"weight": mx.array(normal(6, 9, 1, 4))}
+    plain = CausalConv(Weights(arrays))(window)
+    biased = CausalConv(Weights(arrays | {"bias": mx.zeros(9)}))(window)
+    np.testing.assert_array_equal(np.array(biased), np.array(plain))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -229,7 +237,7 @@ def test_a_forward_of_padding_alone_changes_no_state(mixer: Mamba2):
 
 @pytest.mark.parametrize("splits", [[1], [1, 2, 3], [2, 11], [4, 5, 19], [19]])
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 5), (3, 0), (2, 4)])
-def test_segment_equivalence_single(mixer: Mamba2, splits: list[int], left: int, right: int):
+def test_conv_and_scan_segment_equivalence_single(mixer: Mamba2, splits: list[int], left: int, right: int):
     """A split forward is the whole one, and each boundary state is that of the prefix alone."""
     n = 20
     rows, dt = rows_of(left + n + right)
@@ -249,10 +257,11 @@ def test_boundary_states_do_not_keep_the_forward_alive(mixer: Mamba2):
     rows, dt = rows_of(3000)
     mx.eval(rows, dt)
     before = mx.get_active_memory()
-    _, convs, ssms = mixer.mix(rows, dt, *states(), splits=[1000, 2000])
-    mx.eval(convs, ssms)
-    del _
-    size = sum(array.nbytes for array in [*convs, *ssms])
+    state = CONFIG.make_state()
+    state.prepare_snapshots([1000, 2000, 3000])
+    mixer._prefill(rows, dt, Span(0, 3000, 0, [state]))
+    mx.eval(state.arrays())
+    size = sum(array.nbytes for array in state.arrays())
     assert mx.get_active_memory() - before < size + 6 * 16384  # small slices share a buffer of at most 16 KiB more
 
 
@@ -273,7 +282,7 @@ class Scheduled(RecurrentState):
         super().put(n, conv_states[-1:], ssm_states[-1:])
 
 
-def test_segment_equivalence_batched_ragged(mixer: Mamba2):
+def test_conv_and_scan_segment_equivalence_batched_ragged(mixer: Mamba2):
     x = mx.array(normal(14, 33, RAW["hidden_size"]))
     lengths, schedules, padding = [9, 1, 17, 6], [[4], [], [1, 5, 16], [2]], [0, 0, 0, 3]
     scheduled = [Scheduled(offsets) for offsets in schedules]

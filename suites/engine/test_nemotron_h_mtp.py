@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import torch
 
 from engine.checkpoint import load
 from engine.errors import CheckpointError, ConfigError
 from engine.models import nemotron_h
 from engine.models.nemotron_h_mtp import MTPHead, MTPNames, has_mtp_head, layer_kind, layer_prefixes
 from engine.state import KVState, Span
+from reference_models import nemotron_h as reference
 from suites.engine.tiny_checkpoints import write_directory
 from suites.engine.tiny_nemotron_h import (
     MTP_ATTENTION_MOE,
@@ -91,13 +93,13 @@ def test_a_head_that_is_not_whole_is_an_error(missing: str):
         MTPNames.find(BESIDE)
 
 
-def test_with_attention_mtp_has_one_cache_of_its_own_and_the_model_none_more():
+def test_new_caches_layout_with_attention_mtp_is_one_of_its_own_and_the_model_none_more():
     served = model(RAW, optional=MTP_ATTENTION_MOE)
     assert served.mtp is not None and [type(slot) for slot in served.mtp.make_slots()] == [KVState]
     assert [type(slot) for slot in served.make_slots()] == [type(slot) for slot in model(RAW).make_slots()]
 
 
-def test_cacheless_mtp_has_no_cache():
+def test_new_caches_layout_of_a_cacheless_mtp_is_none():
     served = model(RAW, optional=(*BESIDE, "mtp.layers.1.mixer.up_proj.weight", "mtp.layers.4.mixer.gate.weight"))
     assert served.mtp is not None and served.mtp.make_slots() == []
     hidden = mx.zeros((3, RAW["hidden_size"]))
@@ -180,6 +182,20 @@ DRAFTS = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
 
 def arrays(optional: tuple[str, ...] = MTP_ATTENTION_MOE) -> dict[str, np.ndarray]:
     return weights(config(RAW, optional))
+
+
+@pytest.mark.parametrize("pattern", ["*E", "E*-", "-", "**"])
+def test_the_head_agrees_with_the_reference(pattern: str):
+    raw = RAW | DRAFTS | {"mtp_hybrid_override_pattern": pattern}
+    optional = tuple(reference.mtp_parameters(raw))
+    served, torch_weights = model(raw, optional=optional), weights(config(raw, optional))
+    tensors = {name: torch.from_numpy(w) for name, w in torch_weights.items()}
+    hidden, _ = reference.hidden_states(raw, tensors, IDS)
+    expected = reference.mtp(raw, tensors, hidden[:-1], IDS[1:])
+    assert served.mtp is not None
+    logits, after = served.mtp(trunk(served, IDS)[:-1], mx.array(IDS[1:]), [Span(0, 19, 0, served.mtp.make_slots())])
+    np.testing.assert_allclose(np.array(logits), expected.logits.numpy(), atol=1e-4)
+    np.testing.assert_allclose(np.array(after), expected.hidden.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
