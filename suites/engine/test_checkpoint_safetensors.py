@@ -134,7 +134,7 @@ def test_shapes_that_lie_are_an_error_naming_the_tensor(tmp_path, shape):
 
 def test_a_shape_that_the_config_does_not_say_is_an_error_before_anything_is_read(tmp_path, monkeypatch):
     path = write_directory(tmp_path / "m", edit=lambda header: header[FIRST].update(shape=[32, 64]))
-    monkeypatch.setattr("engine.checkpoint.loading.read_tensor", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("engine.checkpoint.weights.read_tensor", lambda *_: pytest.fail("a weight was read"))
     text = failure(path)
     assert FIRST in text and "[32, 64]" in text and "[64, 32]" in text
 
