@@ -53,6 +53,7 @@ _BASE: dict[str, Any] = {
     "vocab_size": 128,
 }
 _SPELLED = ("gpt_oss_incremental_logits_match_full_forward", "chunked_prefill_matches_full_forward")
+_TRAITS = frozenset({GROWING, RING, ROPE})
 _LOUD = 4.0  # on what is clamped: every twentieth value is beyond 7
 
 
@@ -64,11 +65,10 @@ def _case(
     layouts: tuple[str, ...] = ("dense",),
     checks: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
-    traits: frozenset[str] = frozenset({GROWING, RING, ROPE}),
     **fields: Any,
 ) -> Case:
     config = {key: value for key, value in (_BASE | fields).items() if key not in without}
-    return Case("gpt_oss", name, stresses, config, 48, layouts, dtypes, traits=traits, checks=checks)
+    return Case("gpt_oss", name, stresses, config, 48, layouts, dtypes, traits=_TRAITS, checks=checks)
 
 
 CASES = [
@@ -80,10 +80,9 @@ CASES = [
     ),
     _case(
         "clamped",
-        "gates and ups beyond the limit on both sides; the same YaRN rounded; no layer that sees all",
-        layer_types=["sliding_attention"] * 2,
+        "gates and ups beyond the limit on both sides; the same YaRN rounded; a layer that sees all before one that does not",
+        layer_types=["full_attention", "sliding_attention"],
         rope_scaling=_BASE["rope_scaling"] | {"truncate": True},
-        traits=frozenset({RING, ROPE}),
     ),
     _case(
         "new_spelling",
@@ -102,7 +101,7 @@ def routers(config: Mapping[str, Any]) -> Routers:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         norm, bias = f"{name}.post_attention_layernorm.weight", f"{name}.mlp.router.bias"
-        sites.append(Site(f"{name}.mlp.router.weight", norm, layer + 0.5, bias))
+        sites.append(Site(f"{name}.mlp.router.weight", norm, 1.6 + 2.4 * layer, bias))
     return Routers(
         sites,
         among(config["num_experts_per_tok"], lambda logits: logits),

@@ -10,22 +10,31 @@ from harness import cases
 from harness.cases import build
 from harness.tokens import TokenStream, special_ids
 
-ROUTED = [case for case in cases.all_cases() if "moe_topk" in case.config]
+ROUTED = [
+    case
+    for case in cases.all_cases()
+    if "moe_topk" in case.config or case.family == "gpt_oss" or "E" in case.config.get("hybrid_override_pattern", "")
+]
 HEADROOM = 5  # a margin over what bfloat16 moves it by; least measured over 30 seeds, two sequences of 120 tokens: 8.7
 LEAST = 0.01  # measured: 0.0146, where float32 moves a margin by less than 1e-6
+SEEDS = {True: 20, False: 4}  # by whether the case runs in bfloat16: where it does not, margins need not outlast its rounding
 
 
 @pytest.mark.parametrize("case", ROUTED, ids=lambda case: case.id)
-def test_margins_are_wide_for_twenty_seeds(case):
+def test_margins_are_wide_for_every_seed(case):
     reference = reference_models.find(case.config["model_type"])
-    for seed in range(100, 120):
+    rounds = "bfloat16" in case.dtypes
+    for seed in range(100, 100 + SEEDS[rounds]):
         weights = build.drawn(case, seed)
         stream = TokenStream(seed, case.text["vocab_size"], special_ids(case.text), planted=case.planted)
         tokens = stream.tokens("b", 1, range(64))
         exact = reference.recompute(case.config, weights, tokens).margins
-        rounded = reference.recompute(case.config, weights, tokens, dtype=torch.bfloat16).margins
-        assert exact is not None and rounded is not None
+        assert exact is not None
         assert exact.min() >= LEAST, f"seed {seed}: least margin {exact.min():.4f}"
+        if not rounds:
+            continue
+        rounded = reference.recompute(case.config, weights, tokens, dtype=torch.bfloat16).margins
+        assert rounded is not None
         headroom = (exact / (rounded - exact).abs()).min()
         assert headroom >= HEADROOM, f"seed {seed}: bfloat16 moves a margin by 1/{headroom:.1f} of itself"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import reference_models
+from suites.reference.recent_faults import GEMMA3, GPT_OSS, NEMOTRON_H
 
 POWER = 20
 K = 3
@@ -209,8 +210,18 @@ NGRAM = {
 }
 
 
+FAMILIES = {
+    "nemotron_nas": NAS,
+    "longcat_flash": LONGCAT,
+    "longcat_flash_ngram": NGRAM,
+    "nemotron_h": NEMOTRON_H,
+    "gemma3": GEMMA3,
+    "gpt_oss": GPT_OSS,
+}
+
+
 def _measured():
-    for family, faults in (("nemotron_nas", NAS), ("longcat_flash", LONGCAT), ("longcat_flash_ngram", NGRAM)):
+    for family, faults in FAMILIES.items():
         for fault, (old, new, names) in faults.items():
             for name in names.split():
                 yield pytest.param(family, name, old, new, id=f"{family}/{name}-{fault.replace(' ', '_')}")
