@@ -79,7 +79,8 @@ class Fields:
         for i, kind in enumerate(kinds):
             if kind not in known:
                 raise Refused(
-                    f"config field {self.prefix}layer_types[{i}] = {_shown(kind)} is not supported (supported: {', '.join(known)})"
+                    f"config field {self.prefix}layer_types[{i}] = {_shown(kind)} is not supported "
+                    f"(supported: {', '.join(known)})"
                 )
         return tuple(kinds)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from reference_models.recompute import Config, Recompute, ReferenceError, Weights, wide
 
-__all__ = ["renamed", "logits", "parameters", "recompute"]
+__all__ = ["logits", "parameters", "recompute", "renamed"]
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 

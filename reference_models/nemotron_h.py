@@ -31,7 +31,7 @@ from torch import Tensor
 
 from reference_models.recompute import Config, Recompute, ReferenceError, Weights, wide
 
-__all__ = ["Guess", "renamed", "hidden_states", "logits", "mtp", "mtp_parameters", "parameters", "recompute"]
+__all__ = ["Guess", "hidden_states", "logits", "mtp", "mtp_parameters", "parameters", "recompute", "renamed"]
 
 _KINDS = {
     **{"M": "M", "mamba": "M", "mamba2": "M", "linear_attention": "M"},

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,6 +30,8 @@ __all__ = ["Progress", "make_console", "summary"]
 
 _FULL_FAILURES = 20  # beyond that a failure takes two lines instead of four
 _PLAIN_WIDTH = 120
+
+Key = TypeVar("Key")
 
 
 def make_console(file: TextIO | None = None) -> Console:
@@ -221,7 +223,7 @@ def _facts(report: Summary, files: Iterable[Path | str], width: int) -> Iterable
     if missing := report.without_power:
         fact = Text(f"no fault planted on {plural(len(missing), 'check')}", "yellow").append(f"  {', '.join(missing)}", "dim")
         yield from _block("" if report.power else "power", [fact], width)
-    yield from _block("smoke", [fact for record in report.smoke for fact in _smoke_facts(record)], width)
+    yield from _block("smoke", _smoke_facts(report.smoke), width)
     for outcome, reason, records in report.reasons(Outcome.UNSUPPORTED)[:3]:
         fact = Text(f"{plural(len(records), 'cell')} {outcome}").append(f"  {one_line(reason)}", "dim")
         yield from _block(MARKS[outcome].glyph, [fact], width)
@@ -263,13 +265,38 @@ def _power_fact(power: Power) -> Text:
     return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
 
 
-def _smoke_facts(record: Record) -> Iterable[Text]:
-    mark = MARKS[record.outcome]
-    name = f"{case_id(record)} {record.check.removeprefix('smoke_')} {record.dtype}"
-    ratio = f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}" if record.error_ratio is not None else ""
-    yield Text.assemble((mark.glyph, mark.style), f" {one_line(name)}{ratio}")
-    if record.message:
-        yield Text(f"  {one_line(record.message)}", "dim")
+def _smoke_facts(records: Sequence[Record]) -> Iterable[Text]:
+    """One line for what passed on a checkpoint in a dtype, and one or two for each record of it that did not."""
+    for (case, dtype), group in _grouped(records, lambda record: (case_id(record), record.dtype)):
+        passed = [record for record in group if record.outcome is Outcome.PASS]
+        measured = [record for record in passed if record.error_ratio is not None]
+        if passed:
+            mark = MARKS[Outcome.PASS]
+            line = Text.assemble(
+                (mark.glyph, mark.style), f" {one_line(case)} {one_line(dtype)}  {plural(len(passed), 'check')}"
+            )
+            if measured:
+                worst = max(measured, key=lambda record: record.error_ratio or 0.0)
+                ratio = f"  error ratio {figure(worst.error_ratio)} of {figure(worst.bound)}"
+                line.append(ratio).append(f"  {one_line(worst.check.removeprefix('smoke_'))}", "dim")
+            yield line
+        for record in group:
+            if record.outcome is Outcome.PASS:
+                continue
+            mark = MARKS[record.outcome]
+            name = f" {one_line(case)} {one_line(record.check.removeprefix('smoke_'))} {one_line(dtype)}"
+            yield (
+                Text.assemble((mark.glyph, mark.style), name).append("  ").append_text(_dotted(_numbers(record, compact=True)))
+            )
+            if record.message:
+                yield Text(f"  {one_line(record.message)}", "dim")
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> Iterable[tuple[Key, list[Record]]]:
+    groups: dict[Key, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups.items()
 
 
 def _dotted(parts: Iterable[Text]) -> Text:

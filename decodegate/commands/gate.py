@@ -131,9 +131,11 @@ def _base_arguments() -> list[str]:
     found = importlib.util.find_spec("suites")
     assert found is not None and found.submodule_search_locations is not None  # suites ship with the package
     suite = Path(found.submodule_search_locations[0]) / SUITE
-    off = ("terminal", "cacheprovider", "randomly", "benchmark")
+    off = ("terminal", "cacheprovider", "randomly", "benchmark", "hypothesispytest")
     load = [] if plugin_is_installed() else ["-p", "harness.plugin"]
-    return [*load, str(suite), "--capture=no", "-o", "addopts=", "--gate-only-cells", *(f"-pno:{name}" for name in off)]
+    # cells assert nothing, and to rewrite the asserts of all modules costs each process seconds
+    options = ["--capture=no", "--assert=plain", "-o", "addopts=", "--gate-only-cells"]
+    return [*load, str(suite), *options, *(f"-pno:{name}" for name in off)]
 
 
 def plugin_is_installed() -> bool:

@@ -16,20 +16,27 @@ QUERY_BLOCK = 128  # queries at a time; bounds the part of the upper triangle th
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None = None, sinks: mx.array | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """q [1, heads, n, d], k [1, kv_heads, length, d], v [1, kv_heads, length, d_v] -> [1, heads, n, d_v], in q's dtype.
 
     The n queries belong to the last n of the keys; query i sees the keys up to its own.
     window: a query sees its own key and the window - 1 before it, however many more there are. None: all.
     sinks [heads]: of each head one more logit, as it is (not scaled), that takes part in the softmax and is dropped after it.
+    softcap: scores are softcap * tanh(scores / softcap), for which there is no fused kernel.
     """
     (_, heads, n, _), length = q.shape, k.shape[2]
     if window is not None and length >= window + n:  # keys that no query sees
         k, v = (a[:, :, length - (window + n - 1) :] for a in (k, v))
         length = window + n - 1
-    if on_host(heads * n * length):
-        return composed_attention(q, k, v, scale, window, sinks)
+    if softcap is not None or on_host(heads * n * length):
+        return composed_attention(q, k, v, scale, window, sinks, softcap)
     mask: mx.array | str | None = "causal" if n > 1 else None
     if n > 1 and window is not None and length > window:
         mask = visibility(n, length, window)
@@ -38,7 +45,13 @@ def attention(
 
 
 def composed_attention(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None = None, sinks: mx.array | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """The same from primitives; scores and softmax in float32 in every dtype."""
     (_, heads, n, d), kv_heads, length = q.shape, k.shape[1], k.shape[2]
@@ -55,6 +68,8 @@ def composed_attention(
         queries = q[:, :, start:stop].reshape(kv_heads, -1, d)
         scores = (queries @ k[:, first:last].swapaxes(-1, -2)).astype(mx.float32)
         scores = scores.reshape(kv_heads, group, rows, last - first)
+        if softcap is not None:
+            scores = mx.tanh(scores / softcap) * softcap
         if rows > 1:
             scores = scores + causal(rows, last - first, window)
         weights = softmax(scores, sink_logits).reshape(kv_heads, -1, last - first).astype(v.dtype)

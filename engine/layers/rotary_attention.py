@@ -23,7 +23,8 @@ class Attention:
     """Keeps one state, that at index `slot` of a span's slots: a KV state, or with a window a ring.
 
     scale: of the scores; None: head_dim^-0.5. window: a query sees its own token and the window - 1 before it. sinks: each head
-    has one more logit, the parameter `sinks`, in its softmax. q_norm, k_norm: of each head, before it is rotated.
+    has one more logit, the parameter `sinks`, in its softmax. q_norm, k_norm: of each head, before it is rotated. softcap: of
+    the scores.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class Attention:
         sinks: bool = False,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.slot = slot
-        self.window = window
+        self.window, self.softcap = window, softcap
         self.sinks = weights["sinks"] if sinks else None  # [heads]
         self.q_norm, self.k_norm = q_norm, k_norm
         self.q_proj = Linear(weights.at("q_proj"), bias)
@@ -65,6 +67,6 @@ class Attention:
         for span in spans:
             rows = slice(span.start, span.stop)
             keys, values = span.slots[self.slot].append(k[:, :, rows], v[:, :, rows], span.padding)
-            outs.append(attention(q[:, :, rows], keys, values, self.scale, self.window, self.sinks))
+            outs.append(attention(q[:, :, rows], keys, values, self.scale, self.window, self.sinks, self.softcap))
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)  # [1, heads, T, head_dim]
         return self.o_proj(out.squeeze(0).swapaxes(0, 1).reshape(T, -1))

@@ -45,6 +45,7 @@ class Config:
     vocab_size: int
     rms_norm_eps: float
     query_pre_attn_scalar: float
+    attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     attention_bias: bool
     tie_word_embeddings: bool
@@ -72,11 +73,11 @@ class Config:
             raise fields.error("head_dim", "must be even for rotary positions")
         layers = fields.integer("num_hidden_layers", 1, 1 << 12)
         fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-        for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
-            if fields.raw.get(name) not in (None, False):
-                raise Refused(
-                    f"config field {fields.prefix}{name} = {fields.raw[name]!r:.80} is not supported (supported: null)"
-                )
+        if fields.raw.get("use_bidirectional_attention") not in (None, False):
+            raise Refused(
+                f"config field {fields.prefix}use_bidirectional_attention = {fields.raw['use_bidirectional_attention']!r:.80} "
+                "is not supported (supported: false)"
+            )
         layer_types = _layer_types(fields, layers)
         return cls(
             hidden_size=hidden_size,
@@ -87,6 +88,7 @@ class Config:
             vocab_size=fields.integer("vocab_size", 1, 1 << 24, 262208),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6),
             query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256.0),
+            attn_logit_softcapping=fields.number("attn_logit_softcapping", 1e-6, 1e6, None),
             final_logit_softcapping=fields.number("final_logit_softcapping", 1e-6, 1e6, None),
             attention_bias=fields.flag("attention_bias", False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", True)),
@@ -195,6 +197,7 @@ class Block:
             window=c.sliding_window if layer_type == SLIDING else None,
             q_norm=Norm(weights.at("self_attn.q_norm"), eps),
             k_norm=Norm(weights.at("self_attn.k_norm"), eps),
+            softcap=c.attn_logit_softcapping,
         )
         self.post_attention_layernorm = Norm(weights.at("post_attention_layernorm"), eps)
         self.pre_feedforward_layernorm = Norm(weights.at("pre_feedforward_layernorm"), eps)

@@ -94,7 +94,7 @@ class Config:
 def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     """Every weight of a checkpoint with its shape; a checkpoint has exactly these.
 
-    Experts' matrices are stacked and stored from inputs to outputs, [experts, in, out]; columns of gate_up_proj are a gate's and
+    Experts' matrices are stacked, [experts, in, out] (packed ones [experts, out, in]); outputs of gate_up_proj are a gate's and
     an up's in turn.
     """
     c = config
@@ -134,6 +134,11 @@ def inputs_first(name: str) -> bool:
 def keep_float32(name: str) -> bool:
     """The router's parameters: a choice of experts is as precise as they are."""
     return ".mlp.router." in name
+
+
+def inputs_first(name: str) -> bool:
+    """Experts' matrices, which are [experts, in, out] in a plain file and [experts, out, in] in a packed one."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 class Router:

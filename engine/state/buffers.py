@@ -80,8 +80,7 @@ class TokenBuffers(State):
         room = [mx.zeros((*rows.shape[:axis], rest, *rows.shape[axis + 1 :]), rows.dtype) for rows in new]
         kept = self._view(first, self.length)
         parts = zip(kept, new, room, strict=True) if kept else zip(new, room, strict=True)
-        self._buffers = [self._joined(part) for part in parts]
-        self._first = first
+        self._buffers, self._first = [self._joined(part) for part in parts], first
         self.growths += self._buffers[0].shape[axis] > capacity
 
     def _joined(self, parts: Sequence[mx.array]) -> mx.array:

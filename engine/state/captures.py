@@ -25,35 +25,32 @@ class Captures:
         if offsets and offsets[0] < length:
             raise ValueError(f"cannot capture at offset {offsets[0]}: the state holds {length} tokens already")
         self.offsets = list(offsets)
-        self._snapshots: list[StateSnapshot | None] = []  # of the first offsets
-        self._bases = [length]  # before each of these, and after the last
+        self._start = length
+        self._visited: list[tuple[StateSnapshot | None, int]] = []  # of the first offsets: the capture, and the base after it
 
     def visit(self, start: int, stop: int, capture: Callable[[int, int], StateSnapshot | None]) -> None:
         """A write took the state from `start` to `stop` tokens: `capture(base, offset)` at each offset in [start, stop].
 
         An offset before `start` that no write crossed (a restore jumped over it) stays without a capture.
         """
-        for offset in self.offsets[len(self._snapshots) : bisect_right(self.offsets, stop)]:
-            base = self._bases[-1]
-            crossed = offset >= start
-            self._snapshots.append(capture(base, offset) if crossed else None)
-            self._bases.append(offset if crossed else base)
+        for offset in self.offsets[len(self._visited) : bisect_right(self.offsets, stop)]:
+            base = self._visited[-1][1] if self._visited else self._start
+            self._visited.append((capture(base, offset), offset) if offset >= start else (None, base))
 
     def inside(self, start: int, stop: int) -> list[int]:
         """Offsets strictly between `start` and `stop` that have to be captured yet."""
-        return [offset for offset in self.offsets[len(self._snapshots) :] if start < offset < stop]
+        return [offset for offset in self.offsets[len(self._visited) :] if start < offset < stop]
 
     def rewind(self, length: int) -> None:
         """The state went back to `length` tokens: what was captured after them is dropped and will be captured anew."""
-        while self._snapshots and self.offsets[len(self._snapshots) - 1] > length:
-            snapshot = self._snapshots.pop()
-            self._bases.pop()
+        while self._visited and self.offsets[len(self._visited) - 1] > length:
+            snapshot, _ = self._visited.pop()
             if snapshot is not None:
                 snapshot.close()
 
     def take(self) -> list[StateSnapshot | None]:
         """One for each offset; None: nothing lay there (no tokens since the base), or no write reached it."""
-        return [*self._snapshots, *[None] * (len(self.offsets) - len(self._snapshots))]
+        return [*(snapshot for snapshot, _ in self._visited), *[None] * (len(self.offsets) - len(self._visited))]
 
     def captured(self) -> list[StateSnapshot]:
-        return [snapshot for snapshot in self._snapshots if snapshot is not None]
+        return [snapshot for snapshot, _ in self._visited if snapshot is not None]

@@ -35,11 +35,8 @@ _BASE: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
-_ALSO_FLOAT16 = frozenset({"gqa", "yarn"})  # a third dtype on one plain and one scaled rope; on all it would show no more
-# llama needs no layout of its own; it shows that any family may have one
-_ALSO_MODEL_OWNED = frozenset(
-    {"gqa", "biased", "long"}
-)  # llama needs no layout of its own; it shows that any family may have one
+_ALSO_FLOAT16 = frozenset({"gqa"})  # a third dtype; on all cases it would show no more
+_ALSO_MODEL_OWNED = frozenset({"gqa", "long"})  # llama needs no layout of its own; it shows that any family may have one
 
 
 def _case(

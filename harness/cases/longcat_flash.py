@@ -81,6 +81,7 @@ CASES = [
     _case(
         "q_lora_null",
         "queries have no latent and no scale, and the key latent is not scaled",
+        **_SHALLOW,
         q_lora_rank=None,
         mla_scale_kv_lora=False,
     ),
@@ -89,6 +90,7 @@ CASES = [
         "yarn",
         "rope frequencies ramp, the softmax scale grows; prompt beyond the original length",
         dtypes=ROUNDED,
+        **_SHALLOW,
         rope_scaling=_YARN,
     ),
     _case("norm_topk", "the weights of the chosen experts are normalised", **_SHALLOW, norm_topk_prob=True),

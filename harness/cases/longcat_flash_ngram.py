@@ -85,7 +85,7 @@ CASES = [
     _case("n3_k2", "two tables each of pairs and triples", emb_neighbor_num=3, num_layers=1),
     _case("n4_k1", "one table each of pairs, triples and quadruples", emb_split_num=1, num_layers=1),
     _case("n4_k2", "two tables each of pairs, triples and quadruples", dtypes=longcat_flash.ROUNDED),
-    _case("eos_in_prompt", "EOS alone, twice in a row, and with one token between", eos=(9, 20, 21, 34, 36)),
+    _case("eos_in_prompt", "EOS alone, twice in a row, and with one token between", eos=(9, 20, 21, 34, 36), num_layers=1),
     _case(
         "eos_at_chunk_edge",
         "EOS first and last in chunks of 3, 7 and 16, the last token of the prompt too",

@@ -33,7 +33,7 @@ def _cuts(case: Case) -> list[list[int]]:
     plans = [[1, n - 1], [n - 1, 1], _repeated([1, 3, 7], n), _repeated([13, 2, 5], n)]
     if is_short(case):
         plans.append([case.prompt, n - case.prompt])
-    return plans + [_repeated([size], n) for size in (4, 16, 17)]
+    return plans + [_repeated([size], n) for size in (16, 17)]
 
 
 def _by_the_caller(case: Case) -> Sequence[Schedule]:

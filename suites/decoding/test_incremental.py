@@ -15,7 +15,7 @@ def _schedules(case: Case) -> Sequence[Schedule]:
     n = total(case)
     if crosses_allocation(case):  # steps over both boundaries; steps over all of the prompt would show no more
         return [Schedule.parse(f"feed a 250; step a 12; feed a 244; step a {n - 506}")]
-    starts = [n - 12, 1, *([case.prompt] if is_short(case) else [])]
+    starts = [n - 4, 1, *([case.prompt] if is_short(case) else [])]
     return [Schedule.parse(f"feed a {start}; step a {n - start}") for start in dict.fromkeys(starts)]
 
 

@@ -19,7 +19,7 @@ from engine.errors import EngineError, Refused, RowsError, SequenceError
 from engine.models import FAMILIES
 from engine.models.model import Model
 from engine.state import SequenceStateLayout, Span
-from harness.cases.case import Case
+from harness.cases.case import RECURRENT, RING, Case
 from suites.engine.families import ATOL, CASES, LAYOUTS, full, loaded, ragged, tokens
 
 DENSE, MODEL_OWNED = SequenceStateLayout.DENSE, SequenceStateLayout.MODEL_OWNED
@@ -72,7 +72,7 @@ def goes_on(engine: Engine, sequence: SequenceId, history: list[int], case: Case
 
 
 def test_every_registered_family_has_cases() -> None:
-    assert {case.config["model_type"] for case in CASES} == set(FAMILIES)
+    assert {FAMILIES[case.config["model_type"]] for case in CASES} == set(FAMILIES.values())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 40])
@@ -213,11 +213,17 @@ def test_a_snapshot_outlives_what_it_was_taken_of(dense: Engine, case: Case, len
     assert taken.length == length and (taken.nbytes > 0) == (length > 0)
 
 
-def test_a_rewind_forgets(dense: Engine, case: Case) -> None:
-    history, sequence = tokens(case, 20), dense.open()
+@pytest.mark.parametrize("length", [6, 20])  # within the cases' windows, and beyond
+def test_a_rewind_forgets_or_is_refused_and_changes_nothing(dense: Engine, case: Case, length: int) -> None:
+    history, sequence = tokens(case, length), dense.open()
     dense.prefill(sequence, history)
-    dense.rewind(sequence, 7)
-    goes_on(dense, sequence, history[:13], case)
+    if RECURRENT in case.traits or (RING in case.traits and length > case.text["sliding_window"]):
+        with pytest.raises(Refused, match="cannot rewind 4"):
+            dense.rewind(sequence, 4)
+    else:
+        dense.rewind(sequence, 4)
+        history = history[:-4]
+    goes_on(dense, sequence, history, case)
 
 
 def test_a_release_frees_memory_and_touches_nothing_in_flight(dense: Engine, case: Case) -> None:
@@ -295,6 +301,7 @@ def test_an_error_at_any_point_of_a_forward_leaves_dense_sequences_as_they_were(
     sequences = [dense.open() for _ in histories]
     for sequence, history in zip(sequences, histories, strict=True):
         dense.prefill(sequence, history)
+    taken = [dense.snapshot(sequence) for sequence in sequences]
 
     def prefill() -> None:
         dense.prefill(sequences[0], [5, 6])
@@ -302,14 +309,19 @@ def test_an_error_at_any_point_of_a_forward_leaves_dense_sequences_as_they_were(
     def step() -> None:
         dense.step(dict.fromkeys(sequences, 5))
 
+    def restore() -> None:  # calls repeat exactly on a restored state only: buffers are new ones then
+        for sequence, snapshot in zip(sequences, taken, strict=True):
+            dense.restore(snapshot, sequence)
+
     for call in (prefill, step):
+        call()  # what a first forward makes (copies of the snapshots' pages) is no part of the others
+        restore()
         calls = calls_of(dense.model, call)
-        for sequence, history in zip(sequences, histories, strict=True):
-            dense.rewind(sequence, dense.length(sequence) - len(history))
         for at in points(calls):
+            restore()
             interrupt(dense.model, at, call)
-    for sequence, history in zip(sequences, histories, strict=True):
-        goes_on(dense, sequence, history, case)
+            for sequence, history in zip(sequences, histories, strict=True):
+                goes_on(dense, sequence, history, case)
 
 
 def test_an_error_in_a_later_chunk_takes_the_earlier_ones_back(dense: Engine, case: Case) -> None:

@@ -336,6 +336,32 @@ def test_what_was_captured_behind_a_rewind_is_captured_anew():
     assert [held(capture) for capture in state.take_snapshots()] == [[3, 4], [5, 16], [17, 18]]
 
 
+def test_an_offset_that_a_restore_jumped_over_has_no_capture_and_does_not_move_the_base():
+    state, window, other = KVState(), RingKVState(2), RecurrentState((1, 1), (1, 1, 1))
+    pages = []
+    for one in (state, window):
+        feed(one, up_to(7))
+        pages.append(one.snapshot())
+        one.free()
+        feed(one, [1, 2])
+    for n in (7, 2):
+        other.put(n, [mx.full((1, 1, 1), n)], [mx.zeros((1, 1, 1, 1))])
+        pages.append(other.snapshot())
+        other.free()
+    assert other.restore(pages.pop(), 2)
+    for one, page in zip((state, window, other), pages, strict=True):
+        one.prepare_snapshots([4, 7, 8])
+        assert one.restore(page, 7)
+    feed(state, [8])
+    feed(window, [8])
+    other.put(1, [mx.zeros((1, 1, 1))], [mx.zeros((1, 1, 1, 1))])
+    columns = [one.take_snapshots() for one in (state, window, other)]
+    assert all(column[0] is None and column[1] is not None and column[2] is not None for column in columns)
+    assert [held(capture) for capture in columns[0][1:]] == [up_to(7, 3), [8]]
+    assert [held(capture) for capture in columns[1][1:]] == [[6, 7], [7, 8]]
+    assert [capture.stop for capture in columns[2][1:] if capture is not None] == [7, 8]
+
+
 def test_a_schedule_ends_with_free_and_its_captures_are_not_copied_out():
     state = KVState()
     state.prepare_snapshots([2, 4])
@@ -420,6 +446,15 @@ def test_values_may_be_of_another_width_and_dtype(width: int):
     restored = other.view()
     assert [(array.dtype, array.shape[2:]) for array in restored] == [(mx.float32, (3, 4)), (mx.bfloat16, (3, width))]
     assert mx.array_equal(restored[0], keys).item() and mx.array_equal(restored[1], values).item()
+
+
+def test_a_state_keeps_the_dtype_of_its_first_tokens():
+    state, tail = KVState(), TokenTail(2)
+    for n, dtype in ((200, mx.float16), (20, mx.float32), (100, mx.float32)):  # in the buffer, and into a larger one
+        keys, values = state.append(mx.ones((1, HEADS, n, 4), dtype), mx.ones((1, HEADS, n, 3), dtype))
+        tail.append(mx.zeros((n,), mx.int32 if dtype == mx.float16 else mx.uint32))
+        assert keys.dtype == values.dtype == mx.float16
+    assert [array.dtype for array in tail.arrays()] == [mx.int32] and tail.growths == state.growths == 2
 
 
 def test_a_token_tail_pages_its_ids_out_like_keys():

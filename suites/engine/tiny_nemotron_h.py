@@ -183,4 +183,3 @@ def _expert(x: np.ndarray, expert: int, at: str, w: dict[str, np.ndarray]) -> np
     else:
         up, down = w[f"{at}.experts.{expert}.up_proj.weight"], w[f"{at}.experts.{expert}.down_proj.weight"]
     return down @ np.maximum(up @ x, 0) ** 2
-
