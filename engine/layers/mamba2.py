@@ -111,7 +111,7 @@ class Mamba2:
             mixed = mx.where(is_token, mixed, 0.0)
         x, B, C = self._split(mixed)
         ends = [left + split for split in splits] + [n - right]
-        conv_states = [mx.contiguous(window[None, end : end + c.conv_kernel - 1]) for end in ends]
+        conv_states = [window[None, end : end + c.conv_kernel - 1] for end in ends]
         outs, ssm_states, start = [], [], 0
         for stop in [*ends[:-1], n]:
             part = slice(start, stop)
@@ -135,9 +135,9 @@ class Mamba2:
         window = mx.concatenate([conv, rows[:, None]], axis=1)  # [batch, conv_kernel, conv_dim]
         x, B, C = self._split(self.conv1d(window).squeeze(1))
         y, ssm = step(x, dt, self.A, B, C, ssm)
-        conv = window[:, 1:]
-        for i, state in enumerate(states):  # copies where a sequence's part would keep the whole batch's buffer alive
-            state.put(1, [mx.contiguous(conv[i : i + 1])], [mx.contiguous(ssm[i : i + 1])])
+        batch = len(states)
+        for state, *parts in zip(states, mx.split(window[:, 1:], batch), mx.split(ssm, batch), strict=True):
+            state.put(1, *([part] for part in parts))
         return y + self.D * x
 
     def _split(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:

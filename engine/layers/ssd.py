@@ -27,7 +27,7 @@ CHUNKS = 8  # of which one pass takes this many: bounds its memory, and the prod
 def scan(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
     """x [T, heads, head_dim], dt [T, heads], A [heads], B and C [T, groups, state], state [1, heads, head_dim, state].
 
-    Returns y [T, heads, head_dim] and the state after the T tokens, which shares no memory with anything larger.
+    Returns y [T, heads, head_dim] and the state after the T tokens.
     """
     if x.shape[0] == 1:
         return step(x, dt, A, B, C, state)
@@ -36,7 +36,7 @@ def scan(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state
         tokens = slice(start, start + CHUNKS * CHUNK)
         y, state = _pass(x[tokens], dt[tokens], A, B[tokens], C[tokens], state)
         outs.append(y)
-    return (outs[0] if len(outs) == 1 else mx.concatenate(outs)), mx.contiguous(state)
+    return (outs[0] if len(outs) == 1 else mx.concatenate(outs)), state
 
 
 def _pass(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
@@ -60,17 +60,18 @@ def _pass(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, stat
     decay = exp(sums)
     added = (inputs * decay[..., -1, 1:, None]).swapaxes(-1, -2) @ B  # to a chunk's end: [*grouped, head_dim, state]
 
-    to_chunk = mx.exp((sums[..., -1, 0].reshape(heads, chunks) @ _interval_sums(chunks)).reshape(heads, chunks, chunks + 1))
-    to_chunk = mx.tril(to_chunk, k=1)
+    to_chunk = (sums[..., -1, 0].reshape(heads, chunks) @ _interval_sums(chunks)).reshape(heads, chunks, chunks + 1)
+    first = mx.broadcast_to(mx.eye(1, chunks + 1), (heads, 1, chunks + 1))
+    to_chunk = mx.concatenate([first, mx.tril(mx.exp(to_chunk), k=1)], axis=1)
     added = mx.concatenate([state.reshape(heads, 1, -1), added.reshape(heads, chunks, -1)], axis=1)
-    state = to_chunk[:, -1:] @ added
-    starts = added[:, :1] if chunks == 1 else mx.concatenate([added[:, :1], to_chunk[:, :-1, :-1] @ added[:, :-1]], axis=1)
+    states = to_chunk @ added  # before each chunk and after the last: [heads, chunks + 1, head_dim * state]
+    starts = states[:, :-1].reshape(*grouped, head_dim, size)
 
-    carried = C @ starts.reshape(*grouped, head_dim, size).swapaxes(-1, -2)  # [*grouped, n, head_dim]
+    carried = C @ starts.swapaxes(-1, -2)  # [*grouped, n, head_dim]
     scores = decay[..., 1:] * mx.tril(C @ B.swapaxes(-1, -2))  # [*grouped, i, j]
     y = mx.addmm(carried * decay[..., :1], scores, inputs)
     y = y.transpose(2, 3, 0, 1, 4).reshape(chunks * n, heads, head_dim)
-    return (y[:T] if missing else y), state.reshape(1, heads, head_dim, size)
+    return (y[:T] if missing else y), states[:, -1].reshape(1, heads, head_dim, size)
 
 
 def step(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:

@@ -139,7 +139,7 @@ def test_a_restored_sequence_goes_on_as_the_first_did(pattern: str):
 
 
 def test_new_caches_layout():
-    """A slot for each mixer that keeps something, none for MLPs and mixtures."""
+    """Recurrent, KV, none for mixtures and MLPs."""
     kinds = [type(slot) for slot in model(variant(hybrid_override_pattern="ME*-M")).make_slots()]
     assert kinds == [RecurrentState, KVState, RecurrentState]
     assert model(variant(hybrid_override_pattern="E-")).make_slots() == []
@@ -222,3 +222,26 @@ def test_hidden_states_are_what_the_head_reads():
     served = model(RAW)
     hidden = served.hidden(mx.array(ids), [Span(0, 9, 0, served.make_slots())])
     np.testing.assert_allclose(np.array(served.lm_head(hidden)), full(RAW, ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["MEM*-M", "M", "*M"])
+@pytest.mark.parametrize("cuts", [[29], [5, 24], [13, 16]], ids=str)
+def test_states_captured_while_a_forward_runs_are_those_of_its_prefixes(pattern: str, cuts: list[int]):
+    raw, ids, offsets = variant(hybrid_override_pattern=pattern), tokens(40), [1, 3, 13, 29]
+    served = model(raw)
+    slots = served.make_slots()
+    for slot in slots:
+        slot.prepare_snapshots(offsets)
+    start = 0
+    for length in cuts:
+        served.forward(mx.array(ids[start : start + length]), [Span(0, length, start, slots)], [length - 1])
+        start += length
+    captured = [slot.take_snapshots() for slot in slots]
+    expected = full(raw, ids)
+    for i, offset in enumerate(offsets):
+        restored = served.make_slots()
+        for slot, snapshots in zip(restored, captured, strict=True):
+            for reached, snapshot in zip(offsets[: i + 1], snapshots, strict=False):
+                assert slot.restore(snapshot, reached)
+        rows = served.forward(mx.array(ids[offset:]), [Span(0, 40 - offset, offset, restored)], None)
+        np.testing.assert_allclose(np.array(rows), expected[offset:], atol=ATOL)
