@@ -41,6 +41,7 @@ def _nemotron_h(form: str, stresses: str, pattern: str) -> Case:
         stresses=stresses,
         config=config,
         stored=form,
+        traits=nemotron_h.traits(pattern),
         checks=(*_CHECKS, "nemotron_h_incremental_logits_match_full_forward"),
         dtypes=("float32",),
         layouts=("dense",),

@@ -16,7 +16,7 @@ from harness.cases import routing
 from harness.cases.case import GROWING, RECURRENT, Case
 from harness.cases.routing import Choose, Routers, Site, among
 
-__all__ = ["CASES", "adjust", "routers"]
+__all__ = ["CASES", "adjust", "routers", "traits"]
 
 _BASE: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],
@@ -68,6 +68,11 @@ _BASE: dict[str, Any] = {
 _SPELLED = ("nemotron_h_incremental_logits_match_full_forward", "padded_prefill_matches_full_forward")
 
 
+def traits(pattern: str) -> frozenset[str]:
+    """What a model of this pattern keeps between forwards. It has no rope, whatever its layers."""
+    return frozenset({trait for kind, trait in (("M", RECURRENT), ("*", GROWING)) if kind in pattern})
+
+
 def _case(
     name: str,
     stresses: str,
@@ -83,9 +88,8 @@ def _case(
 ) -> Case:
     config = _BASE | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)} | fields
     config = {key: value for key, value in config.items() if key not in without}
-    traits = frozenset({trait for kind, trait in (("M", RECURRENT), ("*", GROWING)) if kind in pattern})
     return Case(
-        "nemotron_h", name, stresses, config, prompt, layouts, dtypes, traits=traits, stored=stored, checks=checks
+        "nemotron_h", name, stresses, config, prompt, layouts, dtypes, traits=traits(pattern), stored=stored, checks=checks
     )  # fmt: skip
 
 
