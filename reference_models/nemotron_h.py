@@ -435,7 +435,9 @@ def _embed(weights: Weights, tokens: Sequence[int], dtype: torch.dtype) -> Tenso
 
 
 def _head(s: _Shape, weights: Weights, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, weights["backbone.embeddings.weight" if s.tied else "lm_head.weight"].to(hidden.dtype))
+    """A head that is in the file is used, also where the config ties it: such files were saved with one of their own."""
+    tied = s.tied and "lm_head.weight" not in weights
+    return F.linear(hidden, weights["backbone.embeddings.weight" if tied else "lm_head.weight"].to(hidden.dtype))
 
 
 def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Recompute:

@@ -53,6 +53,15 @@ class Comparison:
             f"{what}: differs by {difference:.2e}, three times the noise is {K * self.noise:.2e}"
         )
 
+    def agree_with(self, ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
+        """Two implementations agree with each other; the reference only says how large a rounding error is."""
+        assert ours.shape == theirs.shape == self.truth.shape
+        difference = float(np.abs(ours.astype(np.float64) - theirs).max())
+        FIGURES.append((what, self.directory.name, difference, self.noise))
+        assert difference <= K * self.noise, (
+            f"{what}: differ by {difference:.2e}, three times the noise is {K * self.noise:.2e}"
+        )
+
     def differ(self, logits: np.ndarray, what: str, least: float, most: float) -> None:
         difference = self.difference(logits)
         FIGURES.append((what, self.directory.name, difference, self.noise))

@@ -194,6 +194,15 @@ def test_a_hidden_group_is_never_chosen_however_low_the_scores(draw):
     assert differs > 5  # the limit has something to say
 
 
+def test_a_head_in_the_file_goes_before_the_embedding_that_the_config_ties_it_to(draw):
+    config, weights, tokens = draw("nemotron_h/listed", length=5)
+    assert config["tie_word_embeddings"] and "lm_head.weight" not in nemotron_h.parameters(config)
+    head = torch.randn(config["vocab_size"], config["hidden_size"], generator=torch.Generator().manual_seed(5))
+    hidden, _ = nemotron_h.hidden_states(config, weights, tokens)
+    for found, expected in ((weights, weights["backbone.embeddings.weight"]), (weights | {"lm_head.weight": head}, head)):
+        torch.testing.assert_close(nemotron_h.logits(config, found, tokens), hidden @ expected.double().T, rtol=0, atol=1e-12)
+
+
 def test_attention_has_no_positions(draw):
     """Tokens before the last may come in any order."""
     config, weights, tokens = draw("nemotron_h/no_mamba", length=12)
