@@ -31,7 +31,7 @@ from torch import Tensor
 
 from reference_models.recompute import Config, Recompute, ReferenceError, Weights, wide
 
-__all__ = ["Guess", "hidden_states", "logits", "mtp", "mtp_parameters", "parameters", "recompute", "renamed"]
+__all__ = ["Guess", "head", "hidden_states", "logits", "mtp", "mtp_parameters", "parameters", "recompute", "renamed"]
 
 _KINDS = {
     **{"M": "M", "mamba": "M", "mamba2": "M", "linear_attention": "M"},
@@ -434,9 +434,12 @@ def _embed(weights: Weights, tokens: Sequence[int], dtype: torch.dtype) -> Tenso
     return weights["backbone.embeddings.weight"][torch.as_tensor(tokens, dtype=torch.long)].to(dtype)
 
 
-def _head(s: _Shape, weights: Weights, hidden: Tensor) -> Tensor:
-    """A head that is in the file is used, also where the config ties it: such files were saved with one of their own."""
-    tied = s.tied and "lm_head.weight" not in weights
+def head(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
+    """Logits [T, vocab] of what `hidden_states` gives.
+
+    A head that is in the file is used, also where the config ties it to the embedding: there are files with one of their own.
+    """
+    tied = _shape(config).tied and "lm_head.weight" not in weights
     return F.linear(hidden, weights["backbone.embeddings.weight" if tied else "lm_head.weight"].to(hidden.dtype))
 
 
@@ -447,7 +450,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
     of experts and of groups; None where the pattern has no experts.
     """
     hidden, margins = hidden_states(config, weights, tokens, dtype=dtype)
-    return Recompute(_head(_shape(config), weights, hidden), margins)
+    return Recompute(head(config, weights, hidden), margins)
 
 
 def logits(config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -477,4 +480,4 @@ def mtp(config: Config, weights: Weights, hidden: Tensor, following: Sequence[in
     for layer, kind in enumerate(s.pattern):
         x = layers.block(x, kind, f"mtp.layers.{layer}")
     x = layers.norm(x, f"{last}.final_layernorm")
-    return Guess(_head(s, weights, x), x)
+    return Guess(head(config, weights, x), x)

@@ -23,15 +23,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import reference_models
-from reference_models import training_text
+from reference_models import nemotron_h, training_text
 
-__all__ = ["CONFIGS", "main", "train"]
+__all__ = ["CONFIGS", "FLOAT32", "main", "parameters", "train"]
 
 ROOT = Path(__file__).parent / "checkpoints"
 SEED = 20_240_229
 WINDOW, BATCH, RATE, WARMUP = 128, 8, 4e-3, 40
-STEPS = {"llama": 600, "nemotron_nas": 500, "longcat_flash": 450, "longcat_flash_ngram": 450}
+STEPS = {"llama": 600, "nemotron_nas": 500, "longcat_flash": 450, "longcat_flash_ngram": 450, "nemotron_h": 250}
 HELD_OUT = 0.03  # of the chats, from the end
+GUESSES = 0.3  # weight of the loss of a head that guesses one token further
+# float32 in published files: routers, and what the recurrence is made of
+FLOAT32 = ("router.classifier.weight", "e_score_correction_bias", "gate.weight", "A_log", "dt_bias", "mixer.D")
 
 _COMMON: dict[str, Any] = {
     "attention_bias": False,
@@ -118,6 +121,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
             _block({"n_heads_in_group": 6}, {"no_op": True}),
         ],
     },
+    "nemotron_h": _COMMON
+    | {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "bos_token_id": 1,
+        "chunk_size": 32,
+        "conv_kernel": 4,
+        "eos_token_id": [2, 4],
+        "head_dim": 32,
+        "hybrid_override_pattern": "ME*M-E",
+        "intermediate_size": 192,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_head_dim": 16,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 8,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "mtp_hybrid_override_pattern": "*E",
+        "n_group": 1,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 0,
+        "routed_scaling_factor": 2.5,
+        "ssm_state_size": 16,
+        "topk_group": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
     "longcat_flash": _LONGCAT | {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"},
     "longcat_flash_ngram": _LONGCAT
     | {
@@ -142,15 +182,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def _initial(config: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
     tensors = {}
-    for name, shape in reference_models.find(config["model_type"]).parameters(config).items():
+    for name, shape in parameters(config).items():
         if name.endswith("e_score_correction_bias"):  # only chooses, so it has no gradient: it stays as drawn
             tensors[name] = 0.1 * (torch.rand(shape, generator=generator) - 0.5)
             continue
-        out = name.endswith(("o_proj.weight", "down_proj.weight"))
+        if name.endswith("A_log"):  # decay rates of 1 to 16
+            tensors[name] = (1 + 15 * torch.rand(shape, generator=generator)).log().requires_grad_()
+            continue
+        if name.endswith("dt_bias"):  # time steps of 0.001 to 0.1
+            steps = torch.exp(math.log(1e-3) + math.log(100) * torch.rand(shape, generator=generator))
+            tensors[name] = steps.expm1().log().requires_grad_()
+            continue
+        out = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
         scale = 0.5 if "embed" in name and "post_projs" not in name else (0.3 if out else 0.8) / math.sqrt(shape[-1])
         drawn = torch.randn(shape, generator=generator)
         tensors[name] = (torch.ones(shape) + 0.1 * drawn if len(shape) == 1 else scale * drawn).requires_grad_()
     return tensors
+
+
+def parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all that is trained: the reference's parameters, and those of its MTP head where it has one."""
+    reference = reference_models.find(config["model_type"])
+    guesses = getattr(reference, "mtp_parameters", None)
+    return {**reference.parameters(config), **(guesses(config) if guesses else {})}
+
+
+def _loss(config: dict[str, Any], tensors: dict[str, Tensor], window: list[int]) -> Tensor:
+    """Nats a token; where there is an MTP head, with its own loss, weighted by GUESSES, on top."""
+    following = torch.tensor(window[1:])
+    if not config.get("num_nextn_predict_layers"):
+        rows = reference_models.find(config["model_type"]).recompute(config, tensors, window[:-1], dtype=torch.float32).logits
+        return F.cross_entropy(rows, following)
+    hidden, _ = nemotron_h.hidden_states(config, tensors, window[:-1], dtype=torch.float32)
+    guess = nemotron_h.mtp(config, tensors, hidden[:-1], window[1:-1])
+    own = F.cross_entropy(nemotron_h.head(config, tensors, hidden), following)
+    return own + GUESSES * F.cross_entropy(guess.logits, following[1:])
 
 
 def _rate(step: int, steps: int) -> float:
@@ -171,7 +237,6 @@ def train(family: str, steps: int) -> tuple[dict[str, Tensor], tokenizers.Tokeni
     stream = [token for ids in encoded[:held] for token in ids]
     unseen = [token for ids in encoded[held:] for token in ids]
 
-    reference = reference_models.find(config["model_type"])
     tensors = _initial(config, torch.Generator().manual_seed(SEED))
     trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
@@ -184,8 +249,7 @@ def train(family: str, steps: int) -> tuple[dict[str, Tensor], tokenizers.Tokeni
         for _ in range(BATCH):
             start = pick.randrange(len(stream) - WINDOW)
             window = stream[start : start + WINDOW + 1]
-            rows = reference.recompute(config, tensors, window[:-1], dtype=torch.float32).logits
-            loss = F.cross_entropy(rows, torch.tensor(window[1:])) / BATCH
+            loss = _loss(config, tensors, window) / BATCH
             loss.backward()
             recent.append(float(loss.detach()) * BATCH)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -197,9 +261,8 @@ def train(family: str, steps: int) -> tuple[dict[str, Tensor], tokenizers.Tokeni
                 flush=True,
             )
 
-    wide = ("router.classifier.weight", "e_score_correction_bias")  # float32 in published files
     saved = {
-        name: tensor.detach().to(torch.float32 if name.endswith(wide) else torch.bfloat16).contiguous()
+        name: tensor.detach().to(torch.float32 if name.endswith(FLOAT32) else torch.bfloat16).contiguous()
         for name, tensor in tensors.items()
     }
     return saved, tokenizer, _report(config, saved, unseen, recent, steps, len(stream))
@@ -210,7 +273,7 @@ def _report(
 ) -> dict[str, Any]:
     """Losses, and how far apart the two best tokens (and, with experts, the choices) are on text that was not trained on."""
     reference = reference_models.find(config["model_type"])
-    losses, margins, choices = [], [], []
+    losses, margins, choices, agreed = [], [], [], []
     for start in range(0, min(len(unseen) - WINDOW, 16 * WINDOW), WINDOW):
         window = unseen[start : start + WINDOW + 1]
         with torch.inference_mode():
@@ -220,6 +283,11 @@ def _report(
         margins.append(best[:, 0] - best[:, 1])
         if result.margins is not None:
             choices.append(result.margins)
+        if config.get("num_nextn_predict_layers"):
+            with torch.inference_mode():
+                hidden, _ = nemotron_h.hidden_states(config, saved, window[:-1])
+                guess = nemotron_h.mtp(config, saved, hidden[:-1], window[1:-1])
+            agreed.append((guess.logits.argmax(-1) == result.logits[1:].argmax(-1)).double())
     return {
         "seed": SEED,
         "steps": steps,
@@ -230,6 +298,7 @@ def _report(
         "held_out_loss": round(sum(losses) / len(losses), 4),
         "top2_margin": _quantiles(torch.cat(margins)),
         "router_margin": _quantiles(torch.cat(choices)) if choices else None,
+        **({"guesses_agree": round(float(torch.cat(agreed).mean()), 4)} if agreed else {}),  # with the model's own choice
         "text": "pydoc_data.topics",
         "versions": {
             "python": platform.python_version(),

@@ -17,6 +17,10 @@ _LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_
 _LONGCAT = ["<longcat_unk>", "<longcat_s>", "</longcat_s>", "<longcat_pad>"]
 SPECIAL: dict[str, list[str]] = {  # in the order of their ids, from 0
     "llama": _LLAMA,
+    "nemotron_h": [
+        *("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+        *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    ],
     "nemotron_nas": [*_LLAMA, "<think>", "</think>"],
     "longcat_flash": [*_LONGCAT, "<longcat_tool_call>", "</longcat_tool_call>"],
     "longcat_flash_ngram": [

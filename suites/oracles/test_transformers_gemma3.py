@@ -1,6 +1,6 @@
 """Gemma 3 against transformers, on files that transformers saved: the reference, and our engine beside it.
 
-Known disagreement: `attn_logit_softcapping`, which no published Gemma 3 sets. transformers has code for it and never passes it on.
+Known disagreement: `attn_logit_softcapping`, which no published Gemma 3 sets. transformers never passes it on.
 """
 
 from __future__ import annotations
