@@ -18,7 +18,9 @@ __all__ = ["Reply", "Request", "generate"]
 
 @dataclass(frozen=True)
 class Request:
-    """`chat`: render the prompt as a user's message with the checkpoint's chat template; None: where it has one."""
+    """`chat`: render the prompt as a user's message with the checkpoint's chat template; None: where it has one. `dtype` and
+    `quantised`: see engine.checkpoint.load.
+    """
 
     source: str
     prompt: str
@@ -26,6 +28,7 @@ class Request:
     max_tokens: int = 256
     sampling: Sampling = GREEDY
     dtype: str | None = None
+    quantised: str | None = None
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Reply:
 def generate(request: Request, write: Callable[[str], None]) -> Reply:
     """Run one request; `write` gets the text in pieces of whole characters as it comes. Raises EngineError."""
     started = time.perf_counter()
-    engine = DirectEngine.load(request.source, dtype=request.dtype)
+    engine = DirectEngine.load(request.source, dtype=request.dtype, quantised=request.quantised)
     checkpoint = engine.checkpoint
     tokenizer = require(checkpoint.tokenizer)
     chat = request.chat if request.chat is not None else checkpoint.chat_template is not None

@@ -7,7 +7,7 @@ device computes while the caller works, and every token that was read has been f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,22 @@ class DirectEngine:
 
     @classmethod
     def load(
-        cls, source: str | Path, *, dtype: str | None = None, layout: SequenceStateLayout = SequenceStateLayout.DENSE
+        cls,
+        source: str | Path,
+        *,
+        dtype: str | None = None,
+        quantised: str | None = None,
+        layout: SequenceStateLayout = SequenceStateLayout.DENSE,
     ) -> DirectEngine:
-        """Load a directory, a GGUF file or a hub id; see engine.checkpoint.load for dtypes and errors."""
+        """Load a directory, a GGUF file or a hub id; see engine.checkpoint.load for dtypes, quantised weights and errors.
+
+        `checkpoint` has no weights afterwards: the model holds them, experts in stacks.
+        """
         from engine.checkpoint import load  # here: brings tokenizers and hub access, which `decode` needs not
 
-        loaded = load(source, dtype=dtype)
+        loaded = load(source, dtype=dtype, quantised=quantised)
         model = family(loaded.model_type).Model(loaded.config, loaded.weights)
+        loaded = replace(loaded, weights={})
         return cls(model, eos_token_ids=loaded.eos_token_ids, tokenizer=loaded.tokenizer, checkpoint=loaded, layout=layout)
 
     def generate(

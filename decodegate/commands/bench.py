@@ -1,10 +1,11 @@
-"""`decodegate bench`: decode and prefill speed of our engine and of its peers, in one run."""
+"""`decodegate bench`: decode and prefill speed of our engine and of its peers, in one run; `bench moe`: its expert products."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +14,8 @@ from decodegate.output import writable_file
 __all__ = ["register"]
 
 DEFAULT_PEERS = "mlx_lm:bfloat16,mlx_lm:float32,transformers:float32"
+MOE = "moe"
+MOE_FORMATS = "nvfp4,mxfp8"
 ENGINES = ("engine", "mlx_lm", "transformers")
 
 
@@ -21,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2.")] = "smollm2",
+    checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2; or moe.")] = "smollm2",
     peers: Annotated[
         str, typer.Option(help="What to compare with: ENGINE:DTYPE, comma-separated; empty for none.")
     ] = DEFAULT_PEERS,
@@ -35,6 +38,7 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, max=200, help="Interleaved rounds; 6 or more give a 95 % interval.")] = 6,
     busy_ok: Annotated[bool, typer.Option("--busy-ok", help="Measure although other processes use the machine.")] = False,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the device lock.")] = 900.0,
+    formats: Annotated[str, typer.Option(help="bench moe: formats of the experts, comma-separated.")] = MOE_FORMATS,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=writable_file, help="Write the raw samples as JSON.")
     ] = None,
@@ -45,18 +49,23 @@ def command(
     Every peer runs in a process of its own, loads once, and is asked in turn. Medians come with exact intervals, ratios are
     paired by round, and `~` marks what shows no difference. A busy machine is refused.
 
+    `bench moe` times products with quantised experts instead, the engine's mapped gather against MLX's own; --formats,
+    --rounds, --busy-ok, --timeout, --out and --json apply.
+
     Examples:
+
+        decodegate bench moe --formats nvfp4,mxfp8
 
         decodegate bench --peer-python ~/venvs/mlx-lm/bin/python --out bench.json
 
         decodegate bench ./my-model --peers transformers:float32 --prompt 512 --rounds 8
     """
-    import json
     import tempfile
     from dataclasses import asdict
 
     from rich.console import Console
 
+    from harness.bench import moe
     from harness.bench.process import Peer
     from harness.bench.run import measure
     from harness.checkpoints import resolve
@@ -64,8 +73,20 @@ def command(
     from harness.lock import hold
     from harness.prompts import Source
     from harness.provenance import header
+    from reports import bench_moe
     from reports.bench import table
 
+    if checkpoint == MOE:
+        names = [name.strip() for name in formats.split(",") if name.strip()]
+        with hold("decodegate bench moe", timeout=timeout) as waited, Console(stderr=True).status("measuring") as status:
+            found = moe.measure(_checked(names), rounds=rounds, allow_busy=busy_ok, say=lambda text: status.update(text))
+        _show(
+            found | {"lock_wait_s": round(waited, 3), "header": asdict(header("bench", 0, 0, {}))},
+            bench_moe.table,
+            out,
+            as_json,
+        )
+        return
     chosen = [Peer("engine", dtype, sys.executable, Path(__file__).parents[2])]
     chosen += [_peer(word, peer_python or sys.executable) for word in peers.split(",") if word.strip()]
     source = resolve(checkpoint)
@@ -87,9 +108,29 @@ def command(
                 say=lambda text: status.update(text),
             )
     result |= {"checkpoint": checkpoint, "lock_wait_s": round(waited, 3), "header": asdict(header("bench", 0, 0, {}))}
+    _show(result, table, out, as_json)
+
+
+def _show(result: dict[str, Any], table: Callable[[dict[str, Any]], str], out: Path | None, as_json: bool) -> None:
+    import json
+
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result) if as_json else table(result), end="\n" if as_json else "")
+
+
+def _checked(formats: list[str]) -> list[str]:
+    from engine.checkpoint.policy import quantisation_format
+    from engine.errors import Refused
+
+    try:
+        for name in formats:
+            quantisation_format(name)
+    except Refused as error:
+        raise typer.BadParameter(str(error), param_hint="--formats") from None
+    if not formats:
+        raise typer.BadParameter("name at least one format", param_hint="--formats")
+    return formats
 
 
 def _peer(word: str, python: str):

@@ -41,6 +41,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw among the most likely tokens that together have this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: by device).")] = None,
+    quantised: Annotated[
+        str | None, typer.Option(help="Hold quantised weights packed or unpacked (default: what is faster, measured at load).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
 ) -> None:
     """Generate text with the engine. The text goes to stdout, speeds and notes to stderr."""
@@ -59,7 +62,9 @@ def generate(
         raise typer.BadParameter(f"dtype must be one of {', '.join(COMPUTE_DTYPES)} (got {dtype!r})")
     text = sys.stdin.read() if prompt == "-" else prompt
     try:
-        reply = run(Request(checkpoint, text, chat, max_tokens, sampling, dtype), (lambda _: None) if as_json else _write)
+        reply = run(
+            Request(checkpoint, text, chat, max_tokens, sampling, dtype, quantised), (lambda _: None) if as_json else _write
+        )
     except HubUnavailable as error:
         raise Infra(str(error)) from None
     except EngineError as error:

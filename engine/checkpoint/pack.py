@@ -10,8 +10,9 @@ import numpy as np
 
 from engine.checkpoint.policy import Format
 from engine.errors import CheckpointError, Refused
+from engine.layers.quantised import QuantisedTensor
 
-__all__ = ["LAYOUTS", "Part", "pack", "parts"]
+__all__ = ["LAYOUTS", "Part", "pack", "parts", "quantised"]
 
 LAYOUTS = {  # layout -> modes that it has
     "mlx": ("affine", "mxfp4", "mxfp8", "nvfp4"),
@@ -65,6 +66,14 @@ def pack(layout: str, form: Format, values: mx.array, name: str) -> Mapping[str,
         return {".weight": _bytes(codes), ".weight_scale": _bytes(scales), ".weight_scale_2": _bytes(whole)}
     packed = [_bytes(part) for part in _quantised(values, form)]
     return {part.end: data for part, data in zip(parts(layout, form, values.shape, "F32"), packed, strict=True)}
+
+
+def quantised(values: mx.array, form: Format) -> QuantisedTensor:
+    """Values [..., out, in] as they multiply: what the engine makes of a checkpoint in layout mlx."""
+    codes, scales, *biases = _quantised(values, form)
+    return QuantisedTensor(
+        codes, scales, biases[0] if biases else None, form.group_size, form.bits, form.mode, dtype=values.dtype
+    )
 
 
 def _quantised(values: mx.array, form: Format) -> list[mx.array]:

@@ -47,15 +47,16 @@ def read_tensor(header: TensorHeader, dtype: str, arrange: Callable[[mx.array], 
         array = arrange(array)
     array = array.astype(COMPUTE_DTYPES[dtype])
     mx.eval(array)
-    if header.dtype != "F16":
+    if dtype == "float16" and header.dtype != "F16":
         require_finite(array, header.name, dtype)
     return array
 
 
 def require_finite(array: mx.array, name: str, dtype: str) -> None:
-    """Raises CheckpointError where float16 does not hold the values of a parameter that was stored wider."""
-    if dtype == "float16" and not mx.isfinite(array).all().item():
-        raise CheckpointError(f"tensor {shown(name)} has values beyond float16; load it as bfloat16 or float32")
+    """Raises CheckpointError where a dtype does not hold the values of a parameter."""
+    if not mx.isfinite(array).all().item():
+        other = "; load it as bfloat16 or float32" if dtype == "float16" else "; its scales are damaged"
+        raise CheckpointError(f"tensor {shown(name)} has values beyond {dtype}{other}")
 
 
 def _read_plain(header: TensorHeader) -> mx.array:

@@ -3,8 +3,9 @@
 MLX's CPU products unpack one code at a time, on one core; a BLAS reads eight times the bytes in float32 and is often five times
 as fast. Which it is depends on the machine. So a product of the model's own shape and format is timed, both ways, for one row
 (decoding) and for ROWS (a prompt), in at most a tenth of a second a format; packed weights stay where they are faster at both.
-Matrices of fewer than SMALL values are unpacked without timing: a call costs more than what it does there, and the time is
-noise. Weights that would not fit into the memory that is free stay packed.
+Matrices of fewer than SMALL values stay packed without timing: a call costs more than what it does there, and the time is
+noise. Weights that would not fit into the memory that is free stay packed. DECODEGATE_QUANTISED forces one or the other: auto
+(default), packed, unpacked.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _choose(kind: Kind, members: Sequence[Packed], dtype: mx.Dtype) -> tuple[boo
         sizes[parameter.shape[-2:]] = sizes.get(parameter.shape[-2:], 0) + parameter.values
     outputs, inputs = max(sizes, key=lambda shape: sizes[shape])
     if outputs * inputs < SMALL:
-        return True, f"matrices of {outputs} x {inputs} are too small to time"
+        return False, f"matrices of {outputs} x {inputs} are too small to time"
     timed = min(outputs, max(1, LARGEST // inputs))
     tensor = _blank(kind, timed, inputs, dtype)
     values = tensor.unpack()

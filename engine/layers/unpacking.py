@@ -47,7 +47,8 @@ def values(
     """words uint32 [..., in * bits / 32], scales [..., groups] (bytes; affine: float32, as biases) -> float32 [..., in]."""
     out = _codes(words, bits, mode)
     groups = out.reshape(*scales.shape, -1)
-    groups *= (scales if mode == "affine" else (E4M3 if mode == "nvfp4" else E8M0)[scales])[..., None]
+    with np.errstate(over="ignore"):  # an exponent near the end of float32's range may leave it: infinite
+        groups *= (scales if mode == "affine" else (E4M3 if mode == "nvfp4" else E8M0)[scales])[..., None]
     if biases is not None:
         groups += biases[..., None]
     return out

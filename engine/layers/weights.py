@@ -39,4 +39,6 @@ class Weights:
         """One matrix of all experts [experts, out, in]: `name` as it is, or `0.name` to `{experts - 1}.name` stacked."""
         if name in self:
             return self.matrix(name)
-        return stack([self.matrix(f"{expert}.{name}") for expert in range(experts)])
+        stacked = stack([self.matrix(f"{expert}.{name}") for expert in range(experts)])
+        mx.eval(stacked.arrays() if isinstance(stacked, QuantisedTensor) else stacked)  # a copy: lets go of the single ones
+        return stacked
