@@ -356,6 +356,7 @@ class Engine:
 
     def _undo(self, states: list[_Sequence]) -> None:
         """Take back what a failed call did to these sequences; what a model owns cannot be taken back."""
+        failed: BaseException | None = None
         for state in states:
             mark, state.mark = state.mark, None
             if not self.owns_state or mark is None:
@@ -365,9 +366,11 @@ class Engine:
                 for slot, checkpoint in zip(state.slots, mark.checkpoints, strict=True):
                     slot.rollback(checkpoint)
                 state.length = mark.length
-            except BaseException:
+            except BaseException as error:  # the other sequences are taken back all the same
+                failed = error
                 self._lose(state)
-                raise
+        if failed is not None:
+            raise failed
 
     def _lose(self, state: _Sequence) -> None:
         state.lost, state.length = True, 0

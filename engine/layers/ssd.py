@@ -21,7 +21,7 @@ from engine.layers.activations import exp
 __all__ = ["CHUNK", "scan", "step"]
 
 CHUNK = 64  # tokens of one matrix form
-CHUNKS = 8  # of which one pass takes this many: bounds its memory, and the products that carry states from chunk to chunk
+CHUNKS = 4  # of which one pass takes this many: bounds its memory, and the products that carry states from chunk to chunk
 
 
 def scan(x: mx.array, dt: mx.array, A: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:

@@ -28,7 +28,7 @@ from engine.models.layouts import BothLayouts
 from engine.state import KVState, RingKVState, Span, State
 from engine.state.span import positions
 
-__all__ = ["Config", "Model", "canonical", "duplicates", "ignored", "keep_float32", "parameters"]
+__all__ = ["Config", "Model", "canonical", "duplicates", "ignored", "keep_float32", "parameters", "text_fields"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -61,8 +61,7 @@ class Config:
         Published configs of model_type gemma3 leave out what is as in the smallest of its models; the defaults are these.
         """
         outer = Fields(raw)
-        multimodal = outer.has("text_config")
-        fields = outer.section("text_config") if multimodal else outer
+        fields = Fields(*text_fields(raw))
         hidden_size = fields.integer("hidden_size", 1, 1 << 17)
         heads = fields.integer("num_attention_heads", 1, 1 << 12, 8)
         kv_heads = fields.integer("num_key_value_heads", 1, 1 << 12, 4)
@@ -101,8 +100,15 @@ class Config:
                     RopeConfig.from_fields(fields, 1e4, layer_type=SLIDING, theta_field="rope_local_base_freq", scaled=False),
                 ),
             ),
-            multimodal=multimodal,
+            multimodal=outer.has("text_config"),
         )
+
+
+def text_fields(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The language model's fields and their prefix: model_type gemma3 nests them in `text_config`."""
+    if raw.get("text_config") is None:
+        return raw, ""
+    return Fields(raw).section("text_config").raw, "text_config."
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
@@ -171,23 +177,29 @@ def keep_float32(name: str) -> bool:
 
 
 class Norm(RMSNorm):
-    """RMS norm by 1 + w, in float32 to the end; returned in x's dtype."""
+    """RMS norm by 1 + w, in float32 to the end; returned in `dtype`."""
 
-    def __init__(self, weights: Weights, eps: float) -> None:
+    def __init__(self, weights: Weights, eps: float, dtype: mx.Dtype) -> None:
         super().__init__(weights, eps)
         self.weight = 1.0 + self.weight
+        self.dtype = dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return super().__call__(x).astype(x.dtype)
+        return super().__call__(x).astype(self.dtype)
 
 
 class Block:
-    """Attention and MLP, each between two norms; the residual takes what the second one lets through."""
+    """Attention and MLP, each between two norms; the residual takes what the second one lets through.
 
-    def __init__(self, config: Config, layer_type: str, weights: Weights, slot: int) -> None:
+    dtype: of all but what is added to the residual.
+    """
+
+    def __init__(
+        self, config: Config, layer_type: str, weights: Weights, slot: int, dtype: mx.Dtype, residual_dtype: mx.Dtype
+    ) -> None:
         c, eps = config, config.rms_norm_eps
         self.layer_type = layer_type
-        self.input_layernorm = Norm(weights.at("input_layernorm"), eps)
+        self.input_layernorm = Norm(weights.at("input_layernorm"), eps, dtype)
         self.self_attn = Attention(
             weights.at("self_attn"),
             c.head_dim,
@@ -195,14 +207,14 @@ class Block:
             slot,
             scale=c.query_pre_attn_scalar**-0.5,
             window=c.sliding_window if layer_type == SLIDING else None,
-            q_norm=Norm(weights.at("self_attn.q_norm"), eps),
-            k_norm=Norm(weights.at("self_attn.k_norm"), eps),
+            q_norm=Norm(weights.at("self_attn.q_norm"), eps, dtype),
+            k_norm=Norm(weights.at("self_attn.k_norm"), eps, dtype),
             softcap=c.attn_logit_softcapping,
         )
-        self.post_attention_layernorm = Norm(weights.at("post_attention_layernorm"), eps)
-        self.pre_feedforward_layernorm = Norm(weights.at("pre_feedforward_layernorm"), eps)
+        self.post_attention_layernorm = Norm(weights.at("post_attention_layernorm"), eps, residual_dtype)
+        self.pre_feedforward_layernorm = Norm(weights.at("pre_feedforward_layernorm"), eps, dtype)
         self.mlp = MLP(weights.at("mlp"), activation=gelu_tanh)
-        self.post_feedforward_layernorm = Norm(weights.at("post_feedforward_layernorm"), eps)
+        self.post_feedforward_layernorm = Norm(weights.at("post_feedforward_layernorm"), eps, residual_dtype)
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array, spans: Sequence[Span]) -> mx.array:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, spans))
@@ -217,8 +229,14 @@ class Model(BothLayouts):
         self.config = config
         self.vocab_size = config.vocab_size
         self.embed_tokens = Embedding(root.at("model.embed_tokens"))
-        self.layers = [Block(config, kind, root.at(f"model.layers.{i}"), slot=i) for i, kind in enumerate(config.layer_types)]
-        self.norm = Norm(root.at("model.norm"), config.rms_norm_eps)
+        dtype = self.embed_tokens.weight.dtype
+        # The residual of published models goes beyond 100,000, which float16 does not hold.
+        self.residual_dtype = mx.float32 if dtype == mx.float16 else dtype
+        self.layers = [
+            Block(config, kind, root.at(f"model.layers.{i}"), i, dtype, self.residual_dtype)
+            for i, kind in enumerate(config.layer_types)
+        ]
+        self.norm = Norm(root.at("model.norm"), config.rms_norm_eps, dtype)
         self.lm_head = self.embed_tokens.as_head if config.tie_word_embeddings else Linear(root.at("lm_head"))
         self.ropes = {kind: Rope(rope, config.head_dim) for kind, rope in config.rope if kind in config.layer_types}
 
@@ -233,6 +251,7 @@ class Model(BothLayouts):
         tables = {kind: rope.tables(at) for kind, rope in self.ropes.items()}
         x = self.embed_tokens(tokens)  # [T, hidden]
         x = x * mx.array(self.config.hidden_size**0.5, x.dtype)  # a factor rounded to the compute dtype, as in training
+        x = x.astype(self.residual_dtype)
         for layer in self.layers:
             x = layer(x, *tables[layer.layer_type], spans)
         if rows is not None:

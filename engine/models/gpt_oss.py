@@ -6,7 +6,7 @@ https://arxiv.org/abs/2508.10925; fields and weight names as in Hugging Face che
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,14 +26,17 @@ from engine.models.llama import duplicates, ignored
 from engine.state import KVState, RingKVState, Span, State
 from engine.state.span import positions
 
-__all__ = ["Config", "Model", "duplicates", "ignored", "inputs_first", "keep_float32", "parameters"]
+__all__ = ["Config", "Model", "complete", "duplicates", "ignored", "inputs_first", "keep_float32", "parameters"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
 class Config:
-    """layer_types: SLIDING or FULL for each layer. intermediate_size: of one expert."""
+    """layer_types: SLIDING or FULL for each layer. intermediate_size: of one expert.
+
+    separate_experts: gate and up of the experts are matrices of their own, as in files that mlx-lm wrote.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -51,6 +54,7 @@ class Config:
     sliding_window: int
     layer_types: tuple[str, ...]
     rope: RopeConfig
+    separate_experts: bool = False
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Config:
@@ -92,11 +96,7 @@ class Config:
 
 
 def parameters(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every weight of a checkpoint with its shape; a checkpoint has exactly these.
-
-    Experts' matrices are stacked, [experts, in, out] (packed ones [experts, out, in]); outputs of gate_up_proj are a gate's and
-    an up's in turn.
-    """
+    """Every weight of a checkpoint with its shape; a checkpoint has exactly these."""
     c = config
     q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
@@ -114,11 +114,7 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.self_attn.sinks"] = (c.num_attention_heads,)
         shapes[f"{layer}.mlp.router.weight"] = (c.num_local_experts, c.hidden_size)
         shapes[f"{layer}.mlp.router.bias"] = (c.num_local_experts,)
-        experts = f"{layer}.mlp.experts"
-        shapes[f"{experts}.gate_up_proj"] = (c.num_local_experts, c.hidden_size, 2 * c.intermediate_size)
-        shapes[f"{experts}.gate_up_proj_bias"] = (c.num_local_experts, 2 * c.intermediate_size)
-        shapes[f"{experts}.down_proj"] = (c.num_local_experts, c.intermediate_size, c.hidden_size)
-        shapes[f"{experts}.down_proj_bias"] = (c.num_local_experts, c.hidden_size)
+        shapes |= {f"{layer}.mlp.experts.{name}": shape for name, shape in _expert_parameters(c).items()}
         shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden_size,)
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
@@ -126,9 +122,27 @@ def parameters(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def inputs_first(name: str) -> bool:
-    """Experts' matrices, which plain files hold as [experts, in, out]."""
-    return ".mlp.experts." in name and name.endswith("_proj")
+def _expert_parameters(c: Config) -> dict[str, tuple[int, ...]]:
+    """The stacks of experts. gate_up_proj has outputs of a gate and an up in turn; it and down_proj are [experts, in, out], or
+    packed [experts, out, in]. Separate matrices are [experts, out, in] either way.
+    """
+    experts, hidden, intermediate = c.num_local_experts, c.hidden_size, c.intermediate_size
+    if not c.separate_experts:
+        return {
+            "gate_up_proj": (experts, hidden, 2 * intermediate),
+            "gate_up_proj_bias": (experts, 2 * intermediate),
+            "down_proj": (experts, intermediate, hidden),
+            "down_proj_bias": (experts, hidden),
+        }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, out, into in (("gate", intermediate, hidden), ("up", intermediate, hidden), ("down", hidden, intermediate)):
+        shapes[f"{name}_proj.weight"], shapes[f"{name}_proj.bias"] = (experts, out, into), (experts, out)
+    return shapes
+
+
+def complete(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Config:
+    """The config with what only the tensors' names say: whether gate and up are separate."""
+    return replace(config, separate_experts="model.layers.0.mlp.experts.gate_proj.weight" in shapes)
 
 
 def keep_float32(name: str) -> bool:
@@ -156,23 +170,28 @@ class Router:
 
 
 class Experts:
-    """Experts with biases and a clamped SwiGLU; rows of gate_up_proj are a gate's and an up's in turn."""
+    """Experts with biases and a clamped SwiGLU."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.experts = config.num_local_experts
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
-        self.gate_up_proj = _outputs_first(weights.matrix("gate_up_proj"))  # [experts, 2 * intermediate, hidden]
-        self.gate_up_proj_bias = weights["gate_up_proj_bias"]  # [experts, 2 * intermediate]
-        self.down_proj = _outputs_first(weights.matrix("down_proj"))  # [experts, hidden, intermediate]
-        self.down_proj_bias = weights["down_proj_bias"]  # [experts, hidden]
-        self.values = values_of(self.gate_up_proj, self.down_proj)
+        # (weight [experts, out, in], bias [experts, out]) of the products with a token: gate and up in turn, or each its own
+        if config.separate_experts:
+            self.inner = [(weights.matrix(f"{name}.weight"), weights[f"{name}.bias"]) for name in ("gate_proj", "up_proj")]
+            self.down = weights.matrix("down_proj.weight"), weights["down_proj.bias"]
+        else:
+            self.inner = [(_outputs_first(weights.matrix("gate_up_proj")), weights["gate_up_proj_bias"])]
+            self.down = _outputs_first(weights.matrix("down_proj")), weights["down_proj_bias"]
+        self.values = values_of(*(weight for weight, _ in self.inner), self.down[0])
 
     def __call__(self, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """x [T, hidden], ids and weights [T, k] -> float32 [T, hidden]."""
         blocks = BlockMap(ids, self.experts, self.values)
-        gate_up = moe_gather_qmm_mapped(blocks.gather(x), self.gate_up_proj, blocks, self.gate_up_proj_bias)
-        h = clamped_swiglu(gate_up[:, ::2], gate_up[:, 1::2], self.alpha, self.limit)
-        return blocks.combine(moe_gather_qmm_mapped(h, self.down_proj, blocks, self.down_proj_bias), weights)
+        rows = blocks.gather(x)
+        products = [moe_gather_qmm_mapped(rows, weight, blocks, bias) for weight, bias in self.inner]
+        gate, up = products if len(products) == 2 else (products[0][:, ::2], products[0][:, 1::2])
+        h = clamped_swiglu(gate, up, self.alpha, self.limit)
+        return blocks.combine(moe_gather_qmm_mapped(h, self.down[0], blocks, self.down[1]), weights)
 
 
 def _outputs_first(stack: Weight) -> Weight:

@@ -47,8 +47,9 @@ class TokenBuffers(State):
         start, stop = self.length, self.length + n
         if self._lazy:
             self._copy_out(start, stop)
-        if not self._buffers or stop - self._first > self._buffers[0].shape[self.axis]:
-            self._move(new, n)
+        capacity = self._buffers[0].shape[self.axis] if self._buffers else 0
+        if stop - self._first > capacity or n == capacity:  # MLX makes an array that is written to as a whole that new array
+            self._move(new, n, capacity)
         else:
             place = self._place(start, stop)
             for buffer, rows in zip(self._buffers, new, strict=True):
@@ -68,10 +69,9 @@ class TokenBuffers(State):
         """Compact copies of tokens [start, stop), which lie in the buffers."""
         return [compact(view) for view in self._view(start, stop)]
 
-    def _move(self, new: Sequence[mx.array], n: int) -> None:
+    def _move(self, new: Sequence[mx.array], n: int, capacity: int) -> None:
         """To new buffers: the live tokens from `_kept_from()` on, the n new ones, and room. Stale tokens are left behind."""
         first, axis = self._kept_from(), self.axis
-        capacity = self._buffers[0].shape[axis] if self._buffers else 0
         if first > self._first:
             self._copy_out(self._first, first)
         if self._buffers:

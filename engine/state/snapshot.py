@@ -62,8 +62,7 @@ class StateSnapshot:
         self._arrays = arrays
         self._leave()
         if self._hook is not None:
-            hook, self._hook = self._hook, None
-            hook(self.nbytes)
+            self._hook(self.nbytes)
 
     def set_materialize_hook(self, hook: Callable[[int], None] | None) -> None:
         """`hook` is called once, with the bytes that become owned, when a lazy snapshot is copied out; None: nobody is."""

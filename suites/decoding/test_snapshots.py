@@ -28,6 +28,11 @@ def _schedules(case: Case) -> Sequence[Schedule]:
         Schedule.parse(
             "feed a 7; step a 2; save a x; close a; restore b x; restore c x; step b 3; feed c 5; step b 1; step c 2"
         ),
+        # Back, and over the tokens of a later snapshot, which were not copied before.
+        Schedule.parse(
+            "feed a 9; save a x; feed a 7; step a 2; save a y; restore a x; feed a 12; restore b y; step b 3; "
+            "restore a y; step a 1"
+        ),
         Schedule.parse(f"open a; save a x; feed a 9; restore a x; feed a 5; save a y; feed a {n - 5}; restore c y; step c 6"),
     ]
 

@@ -195,7 +195,7 @@ def test_an_error_takes_back_even_a_state_that_cannot_rewind(monkeypatch: pytest
     engine.step_async(sequence, mx.array([5]))
     engine.abandon(sequence, 4)
     np.testing.assert_allclose(np.array(engine.step({sequence: 6}))[0], expected_logits([1, 2, 3, 4, 6])[-1], atol=2e-4)
-    engine.abandon(sequence, 3)  # before the last call, where it cannot go
+    engine.abandon(sequence, 4)  # a step whose logits were handed out is kept by nobody
     with pytest.raises(SequenceError, match="was lost"):
         engine.rewind(sequence, 0)
 
@@ -206,14 +206,14 @@ def test_a_sequence_whose_state_cannot_be_taken_back_after_an_error_is_lost_alon
     engine.prefill(sequence, [1, 2, 3])
     engine.prefill(other, [1, 2, 3])
 
-    def fails(self: KVState, checkpoint: int) -> None:
+    def fails(_: int) -> None:
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.model.layers[2], "mlp", None)
-        patch.setattr(Recurrent, "rollback", fails)
+        patch.setattr(engine._sequences[sequence].slots[1], "rollback", fails)
         with pytest.raises(MemoryError) as caught:
-            engine.step({sequence: 4})
+            engine.step({sequence: 4, other: 4})
         assert isinstance(caught.value.__context__, TypeError)
     with pytest.raises(RowsError, match="was lost in an earlier error"):
         engine.step({sequence: 4})

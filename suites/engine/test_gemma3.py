@@ -162,12 +162,13 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_loaded_and_the_rest_set_a
     tower = prefix.replace("language_model.model.", "").replace("language_model.", "")
     arrays[f"{tower}vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = np.ones((2, 2), np.float32)
     arrays[f"{tower}multi_modal_projector.mm_input_projection_weight"] = np.ones((2, 2), np.float32)
-    wrapped = {"model_type": "gemma3", "text_config": {k: v for k, v in raw.items() if k != "tie_word_embeddings"}}
+    text = {name: value for name, value in raw.items() if name != "tie_word_embeddings"}
+    wrapped = {"model_type": "gemma3", "text_config": text | {"eos_token_id": 7}}
     loaded = load(write_directory(tmp_path / "vision", wrapped, arrays), dtype="float32")
     assert {name: np.array(w).tolist() for name, w in loaded.weights.items()} == {
         name: w.tolist() for name, w in weights(raw).items()
     }
-    assert any("2 tensors" in note for note in loaded.notes)
+    assert any("2 tensors" in note for note in loaded.notes) and loaded.eos_token_ids == {7}
     with pytest.raises(CheckpointError, match="not part of the model"):
         load(write_directory(tmp_path / "text", raw, arrays))
 
@@ -186,6 +187,17 @@ def test_logits_in_half_precision_have_its_dtype_and_are_close(dtype: mx.Dtype):
     truth = expected(RAW, ids)
     assert got.dtype == dtype
     assert np.abs(np.array(got.astype(mx.float32)) - truth).max() < 0.1 * np.abs(truth).max()
+
+
+def test_a_residual_beyond_what_float16_holds_is_no_trouble_in_float16():
+    raw, loud = RAW | {"tie_word_embeddings": True}, "model.layers.0.post_feedforward_layernorm.weight"
+    large = {name: w + (name == loud) * np.float32(40000) for name, w in weights(raw).items()}
+    config, rows = gemma3.Config.from_dict(raw), {}
+    for dtype in (mx.float32, mx.float16):
+        held = {name: mx.array(w).astype(mx.float32 if gemma3.keep_float32(name) else dtype) for name, w in large.items()}
+        engine = Engine(gemma3.Model(config, held))
+        rows[dtype] = np.array(engine.prefill(engine.open(), tokens(20), all_logits=True).astype(mx.float32))
+    assert np.abs(rows[mx.float16] - rows[mx.float32]).max() < 0.02 * np.abs(rows[mx.float32]).max()
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,8 @@ def packed(raw: dict[str, Any], seed: int = 0) -> tuple[dict[str, np.ndarray], d
 
 def write_packed(path: Path, raw: dict[str, Any], stored: dict[str, np.ndarray]) -> Path:
     path.mkdir()
-    quantised = raw | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}}
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
+    quantised = raw | {"quantization_config": {"modules_to_not_convert": plain, "quant_method": "mxfp4"}}
     (path / "config.json").write_text(json.dumps(quantised))
     header, data = {}, b""
     for name, array in stored.items():
@@ -291,6 +292,24 @@ def test_published_mxfp4_experts_are_what_the_table_of_the_format_says(tmp_path:
     got = [np.array(engine.prefill(sequence, ids[:15], all_logits=True))]
     got += [np.array(engine.step({sequence: token})) for token in ids[15:]]
     np.testing.assert_allclose(np.concatenate(got), truth, atol=1e-4 * np.abs(truth).max())
+
+
+def test_experts_as_mlx_lm_names_them_are_the_same_model(tmp_path: Path):
+    arrays = weights(RAW)
+    for name in [name for name in arrays if ".experts." in name]:
+        array, stem = arrays.pop(name), name.removesuffix("_bias")
+        end = "bias" if name.endswith("_bias") else "weight"
+        outputs_first = array if end == "bias" else array.swapaxes(1, 2)
+        if "gate_up" in stem:
+            for part, start in (("gate_proj", 0), ("up_proj", 1)):
+                arrays[f"{stem.replace('gate_up_proj', part)}.{end}"] = outputs_first[:, start::2]
+        else:
+            arrays[f"{stem}.{end}"] = outputs_first
+    loaded, ids = load(write_directory(tmp_path / "m", RAW, arrays), dtype="float32"), tokens(20)
+    assert loaded.config.separate_experts
+    engine = Engine(gpt_oss.Model(loaded.config, loaded.weights))
+    got = np.array(engine.prefill(engine.open(), ids, all_logits=True, chunk=13))
+    np.testing.assert_allclose(got, expected(RAW, ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("change", ["missing", "shape", "dtype"])

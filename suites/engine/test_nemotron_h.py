@@ -192,7 +192,7 @@ def test_recurrent_prefill_in_chunks_equals_one_piece_over_4096_tokens():
 
 
 def test_state_bytes_are_flat_over_2000_steps():
-    engine = Engine(model(variant(hybrid_override_pattern="MEM-")))
+    engine = Engine(model(variant(hybrid_override_pattern="M-")))
     sequence = engine.open()
     engine.step({sequence: 5})
     size, growths = engine.nbytes(sequence), engine.counters["cache_growths"]

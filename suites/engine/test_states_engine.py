@@ -198,6 +198,7 @@ def test_rounds_of_drafts_are_taken_back_by_a_snapshot_without_copies(engine: En
         engine.prefill(sequence, tokens(3, seed=accepted))
         assert [state is None or state.is_lazy for state in taken.states] == [True, True, False, True]
         engine.restore(taken, sequence)
+        assert [state is None or state.is_lazy for state in taken.states] == [True, True, False, True]
         kept = tokens(3, seed=accepted)[:accepted]
         if kept:
             engine.prefill(sequence, kept)

@@ -387,6 +387,25 @@ def test_an_owned_snapshot_pins_no_larger_buffer():
         assert page.nbytes == (stop - start) * 2 * 4 * 4
 
 
+@pytest.mark.parametrize("make", [KVState, lambda: RingKVState(256)])
+@pytest.mark.parametrize("before", [0, 7])
+def test_tokens_that_fill_a_buffer_are_copied_into_it(make, before: int):
+    """As its first ones, or after a rewind to nothing: a slice of a larger array does not become the buffer."""
+    state = make()
+    if before:
+        filled(state, before)
+        state.rewind(before)
+    mx.synchronize()
+    gc.collect()
+    start = mx.get_active_memory()
+    large = mx.random.normal((1, HEADS, 5000, 4))
+    mx.eval(large)
+    state.append(large[:, :, :256], large[:, :, :256, :3])
+    mx.eval(state.arrays())
+    del large
+    assert settled() - start <= state.nbytes + 1024
+
+
 def test_halves_of_a_split_snapshot_pin_not_the_whole():
     state = KVState()
     filled(state, 5000)

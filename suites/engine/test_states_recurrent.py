@@ -231,6 +231,27 @@ def test_slices_of_a_long_forward_are_copied_and_let_it_go():
     assert mx.get_active_memory() - before <= kept + 2048
 
 
+def test_a_snapshot_of_a_short_forward_keeps_nothing_else_of_it():
+    """So little that mx.contiguous would not copy it."""
+    state = RecurrentState((3, 64), (2, 4, 8))
+    mx.synchronize()
+    gc.collect()
+    before = mx.get_active_memory()
+    state.prepare_snapshots([21, 40])
+    inputs, scans = mx.random.normal((1, 43, 64)), mx.random.normal((41, 1, 2, 4, 8))
+    stops = [*state.splits(40), 40]
+    state.put(40, [inputs[:, stop : stop + 3] for stop in stops], [scans[stop] for stop in stops])
+    mx.eval(state.arrays())
+    captures = state.take_snapshots()
+    snapshot = state.snapshot()
+    state.free()
+    del inputs, scans
+    mx.synchronize()
+    gc.collect()
+    kept = sum(one.nbytes for one in (*captures, snapshot) if one is not None)
+    assert kept == 3 * 4 * (3 * 64 + 2 * 4 * 8) and mx.get_active_memory() - before <= kept + 1024
+
+
 def test_bytes_are_flat_over_2000_steps():
     state = made()
     advance(state, 50)

