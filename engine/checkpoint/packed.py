@@ -137,9 +137,7 @@ def _module(name: str) -> str:
 
 def _scheme(plan: Plan, name: str, main: TensorHeader) -> Scheme:
     # Lists of modules use the file's names; a converter may have left those of the model in them.
-    spellings = dict.fromkeys((_module(main.name), _module(name)))
-    schemes = [plan.scheme(module) for module in spellings]
-    scheme = schemes[0] if None not in schemes else None
+    scheme = plan.scheme(_module(main.name)) or plan.scheme(_module(name))
     if scheme is None:
         raise CheckpointError(
             f"tensor {shown(main.name)} in {main.file.name} has dtype {main.dtype}, and {plan.source} says that its module is "

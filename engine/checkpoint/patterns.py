@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from engine.checkpoint.bounded import shown
@@ -17,7 +17,9 @@ from engine.errors import ConfigError, Refused
 
 __all__ = ["Names"]
 
-MAX_PATTERNS = 1 << 16  # published lists have up to 500
+MAX_NAMES = 1 << 16  # published lists have up to 500
+MAX_GLOBS = 1024
+MAX_EXPRESSIONS = 128
 MAX_PATTERN = 256
 MAX_ALTERNATIVES = 256  # of one expression, its groups multiplied out
 
@@ -31,10 +33,10 @@ class Names:
     def __init__(self, patterns: Any, field: str) -> None:
         if patterns is None:
             patterns = []
-        if not isinstance(patterns, list) or len(patterns) > MAX_PATTERNS:
-            raise ConfigError(f"config field {field} must be a list of at most {MAX_PATTERNS} names (got {shown(patterns)})")
+        if not isinstance(patterns, list) or len(patterns) > MAX_NAMES:
+            raise ConfigError(f"config field {field} must be a list of at most {MAX_NAMES} names (got {shown(patterns)})")
         self.plain: set[str] = set()
-        self.globs: list[str] = []
+        globs: list[str] = []
         self.expressions: list[Expression] = []
         for pattern in patterns:
             if not isinstance(pattern, str) or not 1 <= len(pattern) <= MAX_PATTERN:
@@ -42,9 +44,13 @@ class Names:
             if pattern.startswith("re:"):
                 self.expressions.append(Expression(pattern[3:], field))
             elif any(character in pattern for character in "*?["):
-                self.globs.append(pattern)
+                globs.append(pattern)
             else:
                 self.plain.add(pattern)
+        if len(globs) > MAX_GLOBS or len(self.expressions) > MAX_EXPRESSIONS:
+            raise ConfigError(f"config field {field} has more than {MAX_GLOBS} wildcards or {MAX_EXPRESSIONS} expressions")
+        # Stars of a translated glob do not backtrack.
+        self.globs = re.compile("|".join(map(translate, globs))) if globs else None
 
     def __contains__(self, module: str) -> bool:
         """`a.b.c` is in lists that hold `a.b.c`, `a.b` or `a`, a glob that matches one of these, or an expression."""
@@ -52,7 +58,7 @@ class Names:
         names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
         if any(name in self.plain for name in names):
             return True
-        if any(fnmatchcase(name, glob) for glob in self.globs for name in names):  # its stars do not backtrack
+        if self.globs is not None and any(self.globs.match(name) for name in names):
             return True
         return any(expression.matches(module) for expression in self.expressions)
 

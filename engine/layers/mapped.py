@@ -75,7 +75,8 @@ class BlockMap:
     @cached_property
     def row_experts(self) -> mx.array:
         """The expert of each row: [rows]; a choice without weights is a row of the last expert in the paths that are lazy."""
-        return mx.minimum(self.ids.reshape(-1)[self.order], self.experts - 1)
+        chosen = self.ids.reshape(-1)
+        return mx.minimum(chosen if self.path == "gather" else chosen[self.order], self.experts - 1)
 
     def gather(self, x: mx.array) -> mx.array:
         """x [T, in] -> [rows, in], each choice's token."""

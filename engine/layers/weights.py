@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
+from engine.errors import Refused
 from engine.layers.quantised import QuantisedTensor, Weight, stack
 
 __all__ = ["Weights"]
@@ -25,10 +26,12 @@ class Weights:
         return self._prefix + name in self._tensors
 
     def __getitem__(self, name: str) -> mx.array:
-        """A parameter that is an array: a norm, a bias, a router. Raises TypeError for a quantised one."""
+        """A parameter that is an array: a norm, a bias, a router. Raises Refused for a quantised one."""
         tensor = self._tensors[self._prefix + name]
         if isinstance(tensor, QuantisedTensor):
-            raise TypeError(f"{self._prefix}{name} is quantised ({tensor.mode})")
+            raise Refused(
+                f"tensor {self._prefix}{name} is quantised ({tensor.mode}), which is not supported for what it is used for"
+            )
         return tensor
 
     def matrix(self, name: str) -> Weight:

@@ -370,8 +370,9 @@ def test_the_command_says_in_one_line_what_is_wrong(llama, tmp_path):
     assert run(str(llama), str(tmp_path / "out"), "--layout", "awq").returncode == 2
 
 
-def test_a_converted_model_answers_as_its_dequantised_weights_do(llama, tmp_path):
-    convert(llama, tmp_path / "out", mode="mxfp8")
+@pytest.mark.parametrize(("mode", "layout"), [("mxfp8", "mlx"), ("affine4", "mlx"), ("nvfp4", "modelopt")])
+def test_a_converted_model_answers_as_its_dequantised_weights_do(llama, tmp_path, mode: str, layout: str):
+    convert(llama, tmp_path / "out", mode=mode, layout=layout)
     rows = []
     for held in ("packed", "unpacked"):
         checkpoint = load(tmp_path / "out", quantised=held)

@@ -10,6 +10,7 @@ import pytest
 
 from engine.checkpoint.pack import quantised
 from engine.checkpoint.policy import Format
+from engine.errors import Refused
 from engine.layers import unpacking
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -98,7 +99,8 @@ def test_every_byte_of_a_scale_and_every_code_decode_alike_here_and_in_mlx(mode:
     words = mx.array(np.tile(octets, (len(scales), 1)).view(np.uint32))
     tensor = QuantisedTensor(words, mx.array(scales), None, group, bits, mode)
     np.testing.assert_array_equal(np.array(tensor.unpack()), np.array(tensor.dequantise()))
-    np.testing.assert_array_equal(np.array(tensor.unpack()), decoded(tensor).astype(np.float32))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(np.array(tensor.unpack()), decoded(tensor).astype(np.float32))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=ids)
@@ -218,7 +220,7 @@ def test_stacked_weights_of_different_formats_become_values():
 
 
 def test_a_quantised_tensor_where_an_array_is_needed_is_named():
-    with pytest.raises(TypeError, match=r"layers\.0\.norm\.weight is quantised"):
+    with pytest.raises(Refused, match=r"layers\.0\.norm\.weight is quantised"):
         Weights({"layers.0.norm.weight": random((8, 64), FORMATS[0])}).at("layers.0")["norm.weight"]
 
 

@@ -354,3 +354,30 @@ def test_weights_in_float16_that_its_range_does_not_hold_are_named(changed):
     with pytest.raises(CheckpointError, match="beyond float16") as caught:
         load(path, dtype="float16")
     assert FIRST in str(caught.value)
+
+
+def test_a_plan_may_name_modules_as_the_files_or_as_the_model(tmp_path):
+    """Wrapped checkpoints put a prefix before the names of their tensors; lists of modules have it or not."""
+    path = build(CASES["nemotron_h/modelopt_mixed"], 0, tmp_path / "plain")
+    right = load(path, quantised="unpacked")
+    data = (path / "model.safetensors").read_bytes()
+    found = {
+        n: (h.dtype, h.shape, data[h.offset : h.offset + h.nbytes]) for n, h in read_header(path / "model.safetensors").items()
+    }
+    inner = json.loads((path / "config.json").read_text())
+    for prefix in ("", "language_model."):
+        config = json.loads(json.dumps(inner))
+        layers = config["quantization_config"]["quantized_layers"]
+        config["quantization_config"]["quantized_layers"] = {f"{prefix}{name}": value for name, value in layers.items()}
+        plan = config.pop("quantization_config")
+        out = tmp_path / f"out{prefix}"
+        out.mkdir()
+        wrapped = {"model_type": "NemotronH_Nano_VL_V2", "llm_config": config, "quantization_config": plan}
+        (out / "config.json").write_text(json.dumps(wrapped))
+        with Writer(out / "model.safetensors", {f"language_model.{n}": t[:2] for n, t in found.items()}) as writer:
+            for n, (_, _, content) in found.items():
+                writer.write(f"language_model.{n}", content)
+        got = load(out, quantised="unpacked")
+        assert got.weights.keys() == right.weights.keys()
+        for name, weight in got.weights.items():
+            np.testing.assert_array_equal(np.array(weight), np.array(right.weights[name]), err_msg=name)

@@ -124,7 +124,7 @@ def test_alternatives_are_bounded():
         Expression("(a|b)" * 20, "ignore")
 
 
-@pytest.mark.parametrize("patterns", [{"a": 1}, "a", [1], [""], ["a" * 257]])
+@pytest.mark.parametrize("patterns", [{"a": 1}, "a", [1], [""], ["a" * 257], ["*a"] * 1025, ["re:a"] * 129])
 def test_a_list_of_modules_is_a_list_of_short_texts(patterns: Any):
     with pytest.raises(ConfigError, match="exclude"):
         Names(patterns, "exclude")
