@@ -130,7 +130,8 @@ def read_weights(
     if left:
         parts = Counter(name.partition(".")[0] for name in left)
         notes.append(
-            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers, towers of other media): "
+            f"{len(left)} tensors of the files are not used (copies, rotary tables, draft layers, towers of other media), "
+            f"first {shown(left[0])}; by the first part of their names: "
             + ", ".join(f"{shown(part)} {count}" for part, count in sorted(parts.items())[:_PARTS_SHOWN])
         )
     return weights, used, notes
