@@ -16,12 +16,11 @@ from engine.checkpoint import directory, hub
 from engine.checkpoint.bounded import MAX_CONFIG_BYTES, read_bounded, read_json, shown
 from engine.checkpoint.loading import model_type_of
 from engine.checkpoint.pack import Part, pack, parts
-from engine.checkpoint.packed import weight_shapes
 from engine.checkpoint.plan import read_plan
 from engine.checkpoint.policy import POLICIES, Format, quantisation_format
 from engine.checkpoint.read import read_tensor
 from engine.checkpoint.tensors import TensorHeader
-from engine.checkpoint.weights import account_for
+from engine.checkpoint.weights import account_for, completed
 from engine.checkpoint.write import Writer
 from engine.errors import CheckpointError, Refused
 
@@ -110,9 +109,7 @@ def _jobs(
     family: Any, raw: Mapping[str, Any], headers: Mapping[str, TensorHeader], base: Format, layout: str, policy: str
 ) -> tuple[dict[str, _Job], Converted]:
     """The matrices to pack, by the name of their tensor; accounted for as in loading."""
-    config = family.Config.from_dict(raw)
-    if hasattr(family, "complete"):
-        config = family.complete(config, weight_shapes(headers, None, family.canonical))
+    config = completed(family, family.Config.from_dict(raw), headers, None)
     accounted = account_for(family, config, headers)
     keep_float32 = getattr(family, "keep_float32", lambda name: False)
     inputs_first = getattr(family, "inputs_first", lambda name: False)

@@ -13,10 +13,9 @@ from typing import Any
 from engine import models
 from engine.checkpoint import directory, gguf_convert, gguf_header, hub
 from engine.checkpoint.bounded import MAX_CONFIG_BYTES, one_line, read_json, shown
-from engine.checkpoint.packed import weight_shapes
 from engine.checkpoint.plan import read_plan
 from engine.checkpoint.read import COMPUTE_DTYPES, GGUF_DTYPES
-from engine.checkpoint.weights import read_weights
+from engine.checkpoint.weights import completed, read_weights
 from engine.errors import CheckpointError, ConfigError, Refused
 from engine.layers.quantised import Weight
 from engine.prompt import gguf_vocabulary
@@ -79,8 +78,8 @@ def load(source: str | Path, *, dtype: str | None = None, quantised: str | None 
 
 
 def _load_directory(path: Path, source: str, dtype: str | None, quantised: str | None) -> Checkpoint:
-    """A family may define `text_fields(raw)`, the fields of the language model in a multimodal config, and
-    `complete(config, shapes)`, the config with what only the files say (and what read_weights asks for).
+    """A family may define `text_fields(raw)`, the fields of the language model in a multimodal config (and what completed and
+    read_weights ask for).
     """
     raw = read_json(path / "config.json", MAX_CONFIG_BYTES)
     model_type = model_type_of(raw)
@@ -89,8 +88,7 @@ def _load_directory(path: Path, source: str, dtype: str | None, quantised: str |
     text: Mapping[str, Any] = family.text_fields(raw)[0] if hasattr(family, "text_fields") else raw
     plan = read_plan(raw, directory.hf_quant_config(path)) or read_plan(text, None)
     headers = directory.tensor_headers(path)
-    if hasattr(family, "complete"):
-        config = family.complete(config, weight_shapes(headers, plan, getattr(family, "canonical", str)))
+    config = completed(family, config, headers, plan)
     tokenizer_file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
     template = directory.chat_template(path)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.checkpoint.bounded import shown
-from engine.checkpoint.packed import Packed, find_packed
+from engine.checkpoint.packed import Packed, find_packed, weight_shapes
 from engine.checkpoint.plan import Plan
 from engine.checkpoint.read import read_tensor, require_finite
 from engine.checkpoint.residency import Kind, unpacked
@@ -19,11 +19,18 @@ from engine.checkpoint.unpack import unpack
 from engine.errors import CheckpointError
 from engine.layers.quantised import QuantisedTensor, Weight
 
-__all__ = ["FLOATS", "Accounted", "account_for", "read_weights"]
+__all__ = ["FLOATS", "Accounted", "account_for", "completed", "read_weights"]
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
 _PARTS_SHOWN = 16
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def completed(family: Any, config: Any, headers: Mapping[str, TensorHeader], plan: Plan | None) -> Any:
+    """The config with what only the files say, for a family that defines `complete(config, shapes)`; shapes by parameter."""
+    if not hasattr(family, "complete"):
+        return config
+    return family.complete(config, weight_shapes(headers, plan, getattr(family, "canonical", lambda name: name)))
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,11 @@ CASES = [
     _case("time_steps", "time steps that reach both ends of their limit", "MM", time_step_limit=[0.2, 0.6]),
     _case("biased", "biases on every projection", "M-E", use_bias=True, mlp_bias=True),
     _case(
-        "long", "a prompt of several of the scan's chunks, and of more than a chunk's rest", "M*", prompt=150, hidden_size=32
+        "long",
+        "a prompt of several of the scan's chunks and a rest, and of as many rows as experts may be grouped for",
+        "ME*",
+        prompt=150,
+        hidden_size=32,
     ),
     _case(
         "listed",
