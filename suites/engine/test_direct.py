@@ -10,6 +10,7 @@ from engine.direct import DirectEngine, decode
 from engine.engine import Engine
 from engine.errors import SequenceError
 from engine.sampling import Sampling
+from suites.engine.memory import active_memory
 from suites.engine.tiny import expected_logits, model, tokens
 
 PROMPT = tokens(9)
@@ -117,10 +118,10 @@ def test_seeded_sampling_repeats_and_seeds_differ(direct: DirectEngine):
 
 def test_sequences_of_earlier_generations_are_released(direct: DirectEngine):
     list(direct.generate(PROMPT, 3))
-    level = mx.get_active_memory()
+    level = active_memory()
     for _ in range(5):
         list(direct.generate(PROMPT, 3))
-    assert mx.get_active_memory() - level < 4096
+    assert active_memory() - level < 4096
     assert direct.engine.counters["opened"] == 6 and direct.engine.counters["closed"] == 5
 
 

@@ -13,6 +13,7 @@ from engine.engine import Engine, SequenceId, Snapshot
 from engine.errors import Refused, RowsError, SequenceError
 from engine.models import llama
 from engine.state import KVState, SequenceStateLayout
+from suites.engine.memory import active_memory
 from suites.engine.tiny import expected_logits, model, tokens
 
 VOCAB = 61
@@ -282,7 +283,7 @@ def test_a_model_that_cannot_batch_is_stepped_row_by_row(monkeypatch: pytest.Mon
 def test_memory_is_flat_over_many_steps_and_returns_after_close():
     engine = Engine(model(num_hidden_layers=1))
     mx.eval(engine.step({engine.open(): 1}))
-    start = mx.get_active_memory()
+    start = active_memory()
     sequence = engine.open()
     engine.prefill(sequence, tokens(8))
     levels = []
@@ -292,4 +293,4 @@ def test_memory_is_flat_over_many_steps_and_returns_after_close():
             levels.append(mx.get_active_memory() - engine.nbytes(sequence))
     assert max(levels) - min(levels) < 4096, f"memory beside the cache moved: {levels}"
     engine.close(sequence)
-    assert mx.get_active_memory() - start < 4096
+    assert active_memory() - start < 4096

@@ -21,6 +21,7 @@ from engine.models.model import Model
 from engine.state import SequenceStateLayout, Span
 from harness.cases.case import RECURRENT, RING, Case
 from suites.engine.families import ATOL, CASES, LAYOUTS, full, loaded, ragged, tokens
+from suites.engine.memory import active_memory
 
 DENSE, MODEL_OWNED = SequenceStateLayout.DENSE, SequenceStateLayout.MODEL_OWNED
 LANES = (1, 2, 3, 17, 33)
@@ -230,26 +231,26 @@ def test_a_release_frees_memory_and_touches_nothing_in_flight(dense: Engine, cas
     history, kept = tokens(case, 9), dense.open()
     dense.prefill(kept, history)
     mx.synchronize()
-    before = mx.get_active_memory()
+    before = active_memory()
     released = dense.open()
     dense.prefill(released, tokens(case, 33, "b"))
     size = dense.nbytes(released)
-    assert size > 0 and mx.get_active_memory() >= before + size
+    assert size > 0 and active_memory() >= before + size
     dense.close(released)
-    assert mx.get_active_memory() <= before + 4096
+    assert active_memory() <= before + 4096
     goes_on(dense, kept, history, case)
 
 
 def test_a_release_frees_what_the_model_owned(owned: Engine, case: Case) -> None:
     goes_on(owned, sequence := owned.open(), [], case)  # weights that are made at first use belong to no sequence
     owned.close(sequence)
-    before = mx.get_active_memory()
+    before = active_memory()
     sequence = owned.open()
     owned.prefill(sequence, tokens(case, 33))
     size = sum(array.nbytes for array in owned.model.runtime_arrays())
-    assert size > 0 and mx.get_active_memory() >= before + size
+    assert size > 0 and active_memory() >= before + size
     owned.close(sequence)
-    assert owned.model.runtime_arrays() == [] and mx.get_active_memory() <= before + 4096
+    assert owned.model.runtime_arrays() == [] and active_memory() <= before + 4096
 
 
 class Interrupt(Exception):

@@ -9,6 +9,7 @@ import pytest
 from engine.errors import Refused
 from engine.state import KVState
 from engine.state.kv import STEP
+from suites.engine.memory import active_memory
 
 HEADS, K_DIM, V_DIM = 2, 4, 3
 
@@ -106,7 +107,7 @@ def test_appending_one_token_does_not_copy_the_buffer():
     token = mx.ones((1, 8, 1, 64))
     mx.eval(state.arrays(), token)
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = active_memory()
     for _ in range(3):
         state.append(token, token)
         mx.eval(state.arrays())

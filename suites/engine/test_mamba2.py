@@ -14,6 +14,7 @@ from engine.layers.causal_conv import CausalConv
 from engine.layers.mamba2 import Mamba2, gated_group_norm
 from engine.layers.weights import Weights
 from engine.state import RecurrentState, Span
+from suites.engine.memory import active_memory
 from suites.engine.tiny_nemotron_h import RAW, config, weights
 
 CONFIG = config(RAW).mamba
@@ -256,13 +257,13 @@ def test_conv_and_scan_segment_equivalence_single(mixer: Mamba2, splits: list[in
 def test_boundary_states_do_not_keep_the_forward_alive(mixer: Mamba2):
     rows, dt = rows_of(3000)
     mx.eval(rows, dt)
-    before = mx.get_active_memory()
+    before = active_memory()
     state = CONFIG.make_state()
     state.prepare_snapshots([1000, 2000, 3000])
     mixer._prefill(rows, dt, Span(0, 3000, 0, [state]))
     mx.eval(state.arrays())
     size = sum(array.nbytes for array in state.arrays())
-    assert mx.get_active_memory() - before < size + 6 * 16384  # small slices share a buffer of at most 16 KiB more
+    assert active_memory() - before < size + 6 * 16384  # small slices share a buffer of at most 16 KiB more
 
 
 class Scheduled(RecurrentState):

@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.errors import Refused
 from engine.state import KVState, RecurrentState, SequenceStateLayout, Span
 from suites.engine.families import ragged
+from suites.engine.memory import active_memory
 from suites.engine.tiny_nemotron_h import RAW, expected_logits, model, tokens
 
 MIXES = ["MEM*-M", "M", "MM", "*", "*-*", "E", "-", "E-", "ME", "EM", "-M", "*E*", "M*", "*M", "ME*M-E*M"]
@@ -197,11 +198,11 @@ def test_state_bytes_are_flat_over_2000_steps():
     engine.step({sequence: 5})
     size, growths = engine.nbytes(sequence), engine.counters["cache_growths"]
     mx.clear_cache()
-    active = mx.get_active_memory()
+    active = active_memory()
     for token in tokens(2000):
         engine.step({sequence: token})
     assert engine.nbytes(sequence) == size and engine.counters["cache_growths"] == growths
-    assert mx.get_active_memory() <= active + 4 * size  # nothing that a step computed is kept beside the state
+    assert active_memory() <= active + 4 * size  # nothing that a step computed is kept beside the state
 
 
 def test_a_lane_that_leaves_a_batch_keeps_only_its_own_state():
@@ -211,10 +212,10 @@ def test_a_lane_that_leaves_a_batch_keeps_only_its_own_state():
     engine.step(dict.fromkeys(sequences, 5))
     size = engine.nbytes(sequences[0])
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     for sequence in sequences[1:]:
         engine.close(sequence)
-    assert before - mx.get_active_memory() >= 15 * size
+    assert before - active_memory() >= 15 * size
 
 
 def test_hidden_states_are_what_the_head_reads():

@@ -13,6 +13,7 @@ from engine.direct import decode
 from engine.engine import Engine, SequenceId
 from engine.errors import Refused, SequenceError
 from engine.state import KVState, RecurrentState, RingKVState, SequenceStateLayout, Span, State, StateSnapshot, TokenTail
+from suites.engine.memory import active_memory
 from suites.engine.tiny_states import WINDOW, Model, expected_logits, tokens
 
 ATOL = 2e-4
@@ -261,14 +262,14 @@ def test_closing_a_sequence_frees_all_but_what_snapshots_keep(engine: Engine):
     kept = started(engine, tokens(9))
     gc.collect()
     mx.synchronize()
-    before = mx.get_active_memory()
+    before = active_memory()
     sequence = started(engine, tokens(900))
     taken = engine.snapshot(sequence)
     size = engine.nbytes(sequence)
     engine.close(sequence)
     gc.collect()
     mx.synchronize()
-    assert 0 < taken.nbytes < size and mx.get_active_memory() - before <= taken.nbytes + 4096
+    assert 0 < taken.nbytes < size and active_memory() - before <= taken.nbytes + 4096
     goes_on(engine, engine.restore(taken), tokens(900))
     goes_on(engine, kept, tokens(9))
 

@@ -9,14 +9,8 @@ import pytest
 
 from engine.state import KVState, RecurrentState, RingKVState, State, StateSnapshot, TokenTail
 from engine.state.snapshot import compact
+from suites.engine.memory import active_memory
 from suites.engine.state_rows import HEADS, TOKEN_BYTES, feed, filled, held, ids, lazily, rows, up_to
-
-
-def settled() -> int:
-    """Bytes in use once all work is done and what it dropped is gone."""
-    mx.synchronize()
-    gc.collect()
-    return mx.get_active_memory()
 
 
 def test_kv_cache_snapshot_restore_need_base():
@@ -123,7 +117,7 @@ def test_kv_speculation_capture_allocates_nothing():
     filled(state, 100)
     drafts = rows(up_to(104, 101))
     mx.eval(state.arrays(), drafts)
-    before = settled()
+    before = active_memory()
     for accepted in (0, 2, 4):
         state.prepare_snapshots(up_to(104, 101))
         state.append(*drafts)
@@ -135,7 +129,7 @@ def test_kv_speculation_capture_allocates_nothing():
             assert capture is not None
             capture.close()
         state.rewind(accepted)
-    assert settled() - before < TOKEN_BYTES
+    assert active_memory() - before < TOKEN_BYTES
 
 
 def test_kv_lazy_snapshot_size_zero_until_materialized():
@@ -221,11 +215,11 @@ def test_kv_lazy_snapshot_split_merge_no_copy():
     state = KVState()
     filled(state, 1000)
     page = lazily(state.snapshot())
-    before = settled()
+    before = active_memory()
     upper, lower = state.split(page, 400)
     middle, last = state.split(lazily(lower), 700)
     merged = lazily(state.merge(state.merge(upper, middle), last))
-    assert settled() == before
+    assert active_memory() == before
     assert (merged.start, merged.stop) == (0, 1000) and held(merged) == up_to(1000)
 
 
@@ -246,9 +240,9 @@ def test_kv_restore_live_lazy_snapshot_is_offset_move():
     filled(state, 1000)
     page = lazily(state.snapshot(500))
     state.rewind(400)
-    before = settled()
+    before = active_memory()
     assert state.restore(page, 900) and state.length == 900 and page.is_lazy
-    assert state.restore(page, 1000) and page.is_lazy and settled() == before
+    assert state.restore(page, 1000) and page.is_lazy and active_memory() == before
     assert ids(state.view()) == up_to(1000)
 
 
@@ -366,9 +360,9 @@ def test_a_schedule_ends_with_free_and_its_captures_are_not_copied_out():
     state = KVState()
     state.prepare_snapshots([2, 4])
     filled(state, 5)
-    before = settled()
+    before = active_memory()
     state.free()
-    assert settled() < before and state.take_snapshots() == []
+    assert active_memory() < before and state.take_snapshots() == []
 
 
 def test_an_owned_snapshot_pins_no_larger_buffer():
@@ -381,9 +375,9 @@ def test_an_owned_snapshot_pins_no_larger_buffer():
         page = lazily(state.snapshot(start))
         page.materialize()
         del token
-        before, size = settled(), state.nbytes
+        before, size = active_memory(), state.nbytes
         state.free()
-        assert before - settled() >= size, f"{stop - start} of {stop} tokens keep the state's buffer alive"
+        assert before - active_memory() >= size, f"{stop - start} of {stop} tokens keep the state's buffer alive"
         assert page.nbytes == (stop - start) * 2 * 4 * 4
 
 
@@ -403,7 +397,7 @@ def test_tokens_that_fill_a_buffer_are_copied_into_it(make, before: int):
     state.append(large[:, :, :256], large[:, :, :256, :3])
     mx.eval(state.arrays())
     del large
-    assert settled() - start <= state.nbytes + 1024
+    assert active_memory() - start <= state.nbytes + 1024
 
 
 def test_halves_of_a_split_snapshot_pin_not_the_whole():
@@ -413,12 +407,12 @@ def test_halves_of_a_split_snapshot_pin_not_the_whole():
     assert page is not None
     page.materialize()
     state.free()
-    before = settled()
+    before = active_memory()
     upper, lower = state.split(page, 4990)
     assert upper is not None and lower is not None
     upper.close()
     del page, upper
-    assert before - settled() > 4900 * TOKEN_BYTES and held(lower) == up_to(5000, 4991)
+    assert before - active_memory() > 4900 * TOKEN_BYTES and held(lower) == up_to(5000, 4991)
 
 
 def test_a_lazy_snapshot_does_not_make_appends_copy():
@@ -430,7 +424,7 @@ def test_a_lazy_snapshot_does_not_make_appends_copy():
     token = mx.ones((1, 8, 1, 64))
     mx.eval(state.arrays(), token)
     pages = [lazily(state.snapshot(start)) for start in (0, 100, 3999)]
-    before = settled()
+    before = active_memory()
     mx.reset_peak_memory()
     for _ in range(3):
         checkpoint = state.checkpoint()
@@ -496,8 +490,8 @@ def test_a_compact_copy_of_anything_shares_nothing():
     whole = mx.arange(24000.0).reshape(1, 2, 3000, 4)
     mx.eval(whole)
     for view in (whole, whole[:, :, 1:2], whole[:, :1], whole[..., :0], whole.swapaxes(1, 2)):
-        before = settled()
+        before = active_memory()
         copy = compact(view)
         mx.eval(copy)
-        assert settled() - before >= copy.nbytes and mx.array_equal(copy, view).item()
+        assert active_memory() - before >= copy.nbytes and mx.array_equal(copy, view).item()
         del copy

@@ -10,6 +10,7 @@ import pytest
 
 from engine.errors import Refused
 from engine.state import RecurrentState
+from suites.engine.memory import active_memory
 
 CONV, SSM = (3, 10), (4, 5, 6)  # kernel - 1, channels; heads, head_dim, state
 STATE_BYTES = 4 * (3 * 10 + 4 * 5 * 6)
@@ -219,7 +220,7 @@ def test_slices_of_a_long_forward_are_copied_and_let_it_go():
     state.prepare_snapshots([100, 3000])
     mx.synchronize()
     gc.collect()
-    before = mx.get_active_memory()
+    before = active_memory()
     inputs, scans = mx.random.normal((1, 4003, 64)), mx.random.normal((1, 2, 4, 8000))
     stops = [*state.splits(4000), 4000]
     state.put(4000, [inputs[:, stop : stop + 3] for stop in stops], [scans[..., stop : stop + 8] for stop in stops])
@@ -228,7 +229,7 @@ def test_slices_of_a_long_forward_are_copied_and_let_it_go():
     mx.synchronize()
     gc.collect()
     kept = state.nbytes + sum(capture.nbytes for capture in state.take_snapshots() if capture is not None)
-    assert mx.get_active_memory() - before <= kept + 2048
+    assert active_memory() - before <= kept + 2048
 
 
 def test_a_snapshot_of_a_short_forward_keeps_nothing_else_of_it():
@@ -236,7 +237,7 @@ def test_a_snapshot_of_a_short_forward_keeps_nothing_else_of_it():
     state = RecurrentState((3, 64), (2, 4, 8))
     mx.synchronize()
     gc.collect()
-    before = mx.get_active_memory()
+    before = active_memory()
     state.prepare_snapshots([21, 40])
     inputs, scans = mx.random.normal((1, 43, 64)), mx.random.normal((41, 1, 2, 4, 8))
     stops = [*state.splits(40), 40]
@@ -249,7 +250,7 @@ def test_a_snapshot_of_a_short_forward_keeps_nothing_else_of_it():
     mx.synchronize()
     gc.collect()
     kept = sum(one.nbytes for one in (*captures, snapshot) if one is not None)
-    assert kept == 3 * 4 * (3 * 64 + 2 * 4 * 8) and mx.get_active_memory() - before <= kept + 1024
+    assert kept == 3 * 4 * (3 * 64 + 2 * 4 * 8) and active_memory() - before <= kept + 1024
 
 
 def test_bytes_are_flat_over_2000_steps():

@@ -16,6 +16,7 @@ from engine.errors import Refused
 from engine.layers.attention import attention
 from engine.state import KVState, RingKVState, StateSnapshot
 from engine.state.buffers import STEP
+from suites.engine.memory import active_memory
 from suites.engine.state_rows import TOKEN_BYTES, feed, filled, held, ids, lazily, up_to
 
 
@@ -208,8 +209,8 @@ def test_a_restore_of_an_own_lazy_snapshot_copies_nothing():
     feed(state, [1502])
     mx.eval(state.arrays())
     gc.collect()
-    before = mx.get_active_memory()
-    assert state.restore(mine, 1500) and mine.is_lazy and mx.get_active_memory() == before
+    before = active_memory()
+    assert state.restore(mine, 1500) and mine.is_lazy and active_memory() == before
     assert ids(state.view()) == up_to(1500, 501)
 
 
@@ -386,7 +387,7 @@ def test_single_steps_do_not_copy_the_buffer():
     state.append(token, token)
     mx.eval(state.arrays(), token)
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = active_memory()
     for _ in range(5):
         checkpoint: StateSnapshot = state.checkpoint()
         state.append(token, token)
