@@ -83,8 +83,10 @@ CASES = [
     ),
     _case(
         "scaled_global",
-        "positions of global layers, and of these alone, are divided by a factor; a head of its own",
+        "positions of global layers, and of these alone, are divided by a factor; caps on scores and logits; a head of its own",
         rope_scaling={"rope_type": "linear", "factor": 4.0},
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=4.0,
         tie_word_embeddings=False,
     ),
     _case(

@@ -97,7 +97,14 @@ BOTH = ("dense", "model_owned")
 CASES = [
     _case("mixed", "every kind of layer, two groups", "M*E-M", dtypes=("float32", "bfloat16"), layouts=BOTH),
     _case("groups_1", "one group; a convolution of two taps", "MM*", n_groups=1, conv_kernel=2),
-    _case("groups_8", "a group for each head; no bias on the convolution", "M-M", n_groups=8, use_conv_bias=False),
+    _case(
+        "groups_8",
+        "a group for each head; no bias on the convolution; time steps that have a limit above alone",
+        "M-M",
+        n_groups=8,
+        use_conv_bias=False,
+        time_step_limit=[0.0, 0.6],
+    ),
     _case("no_attention", "nothing but recurrent states and experts", "MEM", layouts=BOTH),
     _case("no_mamba", "attention without positions, and nothing recurrent", "*E-*"),
     _case(
@@ -118,9 +125,16 @@ CASES = [
         mamba_num_heads=6,
     ),
     _case("time_steps", "time steps that reach both ends of their limit", "MM", time_step_limit=[0.2, 0.6]),
-    _case("biased", "biases on every projection", "M-E", use_bias=True, mlp_bias=True),
     _case(
-        "long", "a prompt of several of the scan's chunks, and of more than a chunk's rest", "M*", prompt=150, hidden_size=32
+        "biased",
+        "biases on every projection; time steps that have a limit below alone",
+        "M-E",
+        use_bias=True,
+        mlp_bias=True,
+        time_step_limit=[0.2, {"__float__": "Infinity"}],
+    ),
+    _case(
+        "long", "a prompt of more chunks than one pass of the scan takes, and of part of one", "M*", prompt=266, hidden_size=32
     ),
     _case(
         "listed",
