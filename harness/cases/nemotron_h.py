@@ -97,14 +97,7 @@ BOTH = ("dense", "model_owned")
 CASES = [
     _case("mixed", "every kind of layer, two groups", "M*E-M", dtypes=("float32", "bfloat16"), layouts=BOTH),
     _case("groups_1", "one group; a convolution of two taps", "MM*", n_groups=1, conv_kernel=2),
-    _case(
-        "groups_8",
-        "a group for each head; no bias on the convolution; time steps that have a limit above alone",
-        "M-M",
-        n_groups=8,
-        use_conv_bias=False,
-        time_step_limit=[0.0, 0.6],
-    ),
+    _case("groups_8", "a group for each head; no bias on the convolution", "M-M", n_groups=8, use_conv_bias=False),
     _case("no_attention", "nothing but recurrent states and experts", "MEM", layouts=BOTH),
     _case("no_mamba", "attention without positions, and nothing recurrent", "*E-*"),
     _case(
@@ -147,7 +140,14 @@ CASES = [
         time_step_limit=[0.0, {"__float__": "Infinity"}],
         without=("hybrid_override_pattern", "num_hidden_layers", "n_group", "topk_group"),
     ),
-    _case("omni", "the language model of a wrapper, experts in one tensor", "ME-", stored="omni", checks=_SPELLED),
+    _case(
+        "omni",
+        "the language model of a wrapper, experts in one tensor; time steps that have a limit above alone",
+        "ME-",
+        stored="omni",
+        checks=_SPELLED,
+        time_step_limit=[0.0, 0.6],
+    ),
 ]
 
 
