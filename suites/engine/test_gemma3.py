@@ -200,7 +200,8 @@ def test_the_factor_of_embeddings_is_rounded_to_the_compute_dtype():
             self.seen = x
             return x
 
-    served, layer = model(raw, mx.bfloat16), Layer()
+    served: Any = model(raw, mx.bfloat16)
+    layer = Layer()
     served.layers = [layer]
     served.forward(mx.array(tokens(5)), [Span(0, 5, 0, served.make_slots())], None)
     words = served.embed_tokens(mx.array(tokens(5)))
