@@ -28,7 +28,9 @@ def _windows(case: Case) -> Sequence[Schedule]:
         f"feed a {2 * w + 1} all; step a 1; feed a {w - 1} all; step a 1; feed a 2 all; step a {PAST}",
         f"feed a {w - 1} pad={w + 3}; step a 2; feed a {w} all pad={2 * w}; step a {PAST}",
         f"feed a {w + 1}; save a x; step a {w}; restore b x; feed b {w + 1} all; step a 1; restore a x; step a {PAST}",
-        f"feed a {w}; save a x; step a 1; restore b x; rewind b {w - 1}; step b 2; restore a x; rewind a 1; feed a {w} all",
+        # A full window that nothing has left yet: of its snapshot one token is let go next, and all can be rewound.
+        f"feed a {w}; save a x; step a 1; feed a {w} all; restore b x; rewind b {w - 1}; step b 2; restore a x; rewind a 1; "
+        f"feed a {w} all",
     ]
     return [Schedule.parse(text) for text in texts]
 
