@@ -58,7 +58,10 @@ def _batch_shares_first_offset(planted: Planted) -> list[Patch]:
 def _mask_missing_on_later_chunks(planted: Planted) -> list[Patch]:
     import mlx.core as mx
 
+    from engine.layers import mla
     from engine.layers.attention import attention
+
+    causal = mla.causal
 
     def unmasked(q: mx.array, k: mx.array, v: mx.array, *args: Any, **options: Any) -> mx.array:
         count = q.shape[2]
@@ -67,7 +70,13 @@ def _mask_missing_on_later_chunks(planted: Planted) -> list[Patch]:
         planted.mark()  # a query alone is the last one, and sees every key
         return mx.concatenate([attention(q[:, :, i : i + 1], k, v, *args, **options) for i in range(count)], axis=2)
 
-    return _everywhere(attention, unmasked)
+    def open_to_all(n: int, length: int) -> mx.array:
+        if n == length:
+            return causal(n, length)
+        planted.mark()
+        return mx.zeros((n, length))
+
+    return [*_everywhere(attention, unmasked), (mla, "causal", open_to_all)]  # where attention runs on the latents
 
 
 def _kv_write_one_slot_early(planted: Planted) -> list[Patch]:

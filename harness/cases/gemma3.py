@@ -60,6 +60,7 @@ def _case(
     name: str,
     stresses: str,
     *,
+    prompt: int = 48,
     dtypes: tuple[str, ...] = ("float32",),
     layouts: tuple[str, ...] = ("dense",),
     stored: str = "",
@@ -70,7 +71,7 @@ def _case(
 ) -> Case:
     config = {key: value for key, value in (_BASE | fields).items() if key not in without}
     return Case(
-        "gemma3", name, stresses, config, 48, layouts, dtypes, traits=traits, stored=stored, checks=checks
+        "gemma3", name, stresses, config, prompt, layouts, dtypes, traits=traits, stored=stored, checks=checks
     )  # fmt: skip
 
 
@@ -89,10 +90,12 @@ CASES = [
     ),
     _case(
         "all_local",
-        "no layer sees more than its window; biases on attention",
+        "no layer sees more than its window; biases on attention; caps on scores and logits",
         layer_types=["sliding_attention"] * 2,
         num_hidden_layers=2,
         attention_bias=True,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=4.0,
         traits=frozenset({RING, ROPE}),
         checks=_FORGETFUL,
     ),
@@ -119,6 +122,14 @@ CASES = [
             "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
         },
+    ),
+    _case(
+        "long",
+        "a prompt of more queries than attention takes at a time",
+        prompt=140,
+        layer_types=["sliding_attention", "full_attention"],
+        num_hidden_layers=2,
+        checks=("chunked_prefill_matches_full_forward",),
     ),
     _case("wrapper", "the language model of Gemma 3 with vision", stored="gemma3_wrapper", checks=_SPELLED),
 ]

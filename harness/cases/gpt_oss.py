@@ -86,10 +86,10 @@ CASES = [
     ),
     _case(
         "new_spelling",
-        "rope_parameters, layers by turns and the limit by default, no biases on attention",
+        "rope_parameters, layers by turns and the limit by default, no biases on attention; a YaRN ramp beyond both ends",
         checks=_SPELLED,
         without=("rope_scaling", "rope_theta", "layer_types", "experts_per_token", "swiglu_limit"),
-        rope_parameters=_BASE["rope_scaling"] | {"rope_theta": 50.0},
+        rope_parameters=_BASE["rope_scaling"] | {"rope_theta": 4.0},
         attention_bias=False,
     ),
 ]

@@ -93,7 +93,13 @@ CASES = [
         **_SHALLOW,
         rope_scaling=_YARN,
     ),
-    _case("norm_topk", "the weights of the chosen experts are normalised", **_SHALLOW, norm_topk_prob=True),
+    _case(
+        "norm_topk",
+        "the weights of the chosen experts are normalised; a latent so narrow that a first prefill runs on it too",
+        **_SHALLOW,
+        norm_topk_prob=True,
+        kv_lora_rank=8,
+    ),
     _case("router_bias", "the router has a linear bias beside the correction bias", **_SHALLOW, router_bias=True),
 ]
 

@@ -118,12 +118,19 @@ CASES = [
         mamba_num_heads=6,
     ),
     _case("time_steps", "time steps that reach both ends of their limit", "MM", time_step_limit=[0.2, 0.6]),
-    _case("biased", "biases on every projection", "M-E", use_bias=True, mlp_bias=True),
+    _case(
+        "biased",
+        "biases on every projection; time steps that have a limit below alone",
+        "M-E",
+        use_bias=True,
+        mlp_bias=True,
+        time_step_limit=[0.2, {"__float__": "Infinity"}],
+    ),
     _case(
         "long",
-        "a prompt of several of the scan's chunks and a rest, and of as many rows as experts may be grouped for",
+        "a prompt of more chunks than one pass of the scan takes and of part of one, and of more rows than experts gather for",
         "ME*",
-        prompt=150,
+        prompt=266,
         hidden_size=32,
     ),
     _case(
@@ -137,7 +144,14 @@ CASES = [
         time_step_limit=[0.0, {"__float__": "Infinity"}],
         without=("hybrid_override_pattern", "num_hidden_layers", "n_group", "topk_group"),
     ),
-    _case("omni", "the language model of a wrapper, experts in one tensor", "ME-", stored="omni", checks=_SPELLED),
+    _case(
+        "omni",
+        "the language model of a wrapper, experts in one tensor; time steps that have a limit above alone",
+        "ME-",
+        stored="omni",
+        checks=_SPELLED,
+        time_step_limit=[0.0, 0.6],
+    ),
 ]
 
 

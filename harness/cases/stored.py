@@ -84,12 +84,16 @@ def _mlx_affine(files: Files, *, bits: int, group_size: int = 32) -> Files:
 
 
 def _mlx_mode(files: Files, *, mode: str) -> Files:
+    """One module is affine, which its entry in the plan says by leaving the mode out."""
     group_size, bits = quantise.MLX_MODES[mode]
     plan: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
     modules = _modules(files.tensors)
     if any(".gate." in name for name in files.tensors):  # code words of routers stand in the embedding, and want to be exact
         plan |= {name: False for name in _EMBEDDINGS if name in modules}
-    encoders = {module: partial(quantise.mlx, mode=mode) for module in modules if module not in plan}
+    encoders: dict[str, quantise.Encoder] = {m: partial(quantise.mlx, mode=mode) for m in modules if m not in plan}
+    other = next(module for module in encoders if module != _HEAD and module not in _EMBEDDINGS)
+    plan[other] = {"group_size": 64, "bits": 8}
+    encoders[other] = partial(quantise.affine, group_size=64, bits=8)
     return _mlx_files(files, plan, encoders)
 
 

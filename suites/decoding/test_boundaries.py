@@ -28,6 +28,9 @@ def _windows(case: Case) -> Sequence[Schedule]:
         f"feed a {2 * w + 1} all; step a 1; feed a {w - 1} all; step a 1; feed a 2 all; step a {PAST}",
         f"feed a {w - 1} pad={w + 3}; step a 2; feed a {w} all pad={2 * w}; step a {PAST}",
         f"feed a {w + 1}; save a x; step a {2 * w + 1}; restore b x; feed b {w + 1} all; step a 1; restore a x; step a {PAST}",
+        # A full window that nothing has left yet: of its snapshot one token is let go next, and all can be rewound.
+        f"feed a {w}; save a x; step a 1; feed a {w} all; restore b x; rewind b {w - 1}; step b 2; restore a x; rewind a 1; "
+        f"feed a {w} all",
     ]
     return [Schedule.parse(text) for text in texts]
 
@@ -47,10 +50,10 @@ def _tails(case: Case) -> Sequence[Schedule]:
 
 window_boundaries_match_full_forward = Check(
     name="window_boundaries_match_full_forward",
-    holds="steps, pieces, padding and snapshots that cross the edge of a window give the logits of one full forward",
+    holds="steps, pieces, padding, snapshots and rewinds at the edge of a window give the logits of one full forward",
     schedules=_windows,
     faults=("window_one_too_short", "window_out_of_order", "padding_enters_the_window"),
-    needs=frozenset({"all_rows", "pad", "snapshot", "several_sequences"}),
+    needs=frozenset({"all_rows", "pad", "rewind", "snapshot", "several_sequences"}),
     layout="dense",
     applies=lambda case: RING in case.traits,
 )

@@ -33,6 +33,8 @@ def _schedules(case: Case) -> Sequence[Schedule]:
             "feed a 9; save a x; feed a 7; step a 2; save a y; restore a x; feed a 12; restore b y; step b 3; "
             "restore a y; step a 1"
         ),
+        # Over no more than the last of them.
+        Schedule.parse("feed a 9; save a x; step a 1; save a y; restore a x; step a 2; restore b y; step b 2"),
         Schedule.parse(f"open a; save a x; feed a 9; restore a x; feed a 5; save a y; feed a {n - 5}; restore c y; step c 6"),
     ]
 

@@ -14,6 +14,7 @@ from engine.checkpoint import load
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, Refused
 from engine.models import gemma3
+from engine.state import Span
 from reference_models import gemma3 as reference
 from suites.engine.tiny_checkpoints import write_directory
 
@@ -187,6 +188,25 @@ def test_logits_in_half_precision_have_its_dtype_and_are_close(dtype: mx.Dtype):
     truth = expected(RAW, ids)
     assert got.dtype == dtype
     assert np.abs(np.array(got.astype(mx.float32)) - truth).max() < 0.1 * np.abs(truth).max()
+
+
+def test_the_factor_of_embeddings_is_rounded_to_the_compute_dtype():
+    raw = RAW | {"hidden_size": 40, "layer_types": ["full_attention"] * 4}  # 40 ** 0.5 is 0.2 % above its bfloat16
+
+    class Layer:
+        layer_type = "full_attention"
+
+        def __call__(self, x: mx.array, *_: Any) -> mx.array:
+            self.seen = x
+            return x
+
+    served: Any = model(raw, mx.bfloat16)
+    layer = Layer()
+    served.layers = [layer]
+    served.forward(mx.array(tokens(5)), [Span(0, 5, 0, served.make_slots())], None)
+    words = served.embed_tokens(mx.array(tokens(5)))
+    assert layer.seen.dtype == mx.bfloat16
+    assert mx.array_equal(layer.seen, words * mx.array(6.3125, mx.bfloat16)).item()
 
 
 def test_a_residual_beyond_what_float16_holds_is_no_trouble_in_float16():

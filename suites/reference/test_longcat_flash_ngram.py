@@ -68,9 +68,10 @@ def test_sums_at_the_published_size_need_more_than_32_bits():
 
 def test_the_wide_case_needs_more_than_32_bits_often(draw):
     _, _, tokens = draw("longcat_flash_ngram/wide_hash", length=36)
-    modulus = 8 * 16104 + 2 * 2 + 1
-    sums = [sum(tokens[p - s] * pow(16104, s, modulus) for s in (1, 2, 3)) + tokens[p] for p in range(3, 36)]
-    assert sum(total > 2**31 for total in sums) >= 5
+    modulus = 12 * 16104 + 2 * 2 + 1
+    products = [[tokens[p - s] * pow(16104, s, modulus) for s in (1, 2, 3)] for p in range(3, 36)]
+    assert sum(max(of_one) > 2**31 for of_one in products) >= 5
+    assert sum(sum(of_one) > 2**31 for of_one in products) >= 15
 
 
 def test_several_eos_ids_all_end_a_context():
