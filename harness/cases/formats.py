@@ -1,6 +1,7 @@
 """Cases of how weights are stored: one for each quantised format, on the smallest model that has its modules.
 
-The oracle decodes the bytes itself. Formats have no part in what is kept between forwards, so these cases run few checks.
+The oracle decodes the bytes itself. Formats have no part in what is kept between forwards, so these cases run few checks. They
+run in both layouts because our own engine holds weights packed in one and unpacked in the other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _llama(form: str, stresses: str, **fields: Any) -> Case:
         stored=form,
         checks=(*_CHECKS, "incremental_logits_match_full_forward"),
         dtypes=("float32",),
-        layouts=("dense",),
+        layouts=("dense", "model_owned"),
     )
 
 
@@ -44,7 +45,7 @@ def _nemotron_h(form: str, stresses: str, pattern: str) -> Case:
         traits=nemotron_h.traits(pattern),
         checks=(*_CHECKS, "nemotron_h_incremental_logits_match_full_forward"),
         dtypes=("float32",),
-        layouts=("dense",),
+        layouts=("dense", "model_owned"),
     )
 
 
@@ -59,7 +60,7 @@ def _gpt_oss() -> Case:
         stored="gpt_oss_mxfp4",
         checks=(*_CHECKS, "gpt_oss_incremental_logits_match_full_forward"),
         dtypes=("float32",),
-        layouts=("dense",),
+        layouts=("dense", "model_owned"),
     )
 
 

@@ -104,6 +104,13 @@ CASES = [
         sliding_window_pattern=2,
     ),
     _case(
+        "capped",
+        "scores and logits pressed below a cap by tanh, as in Gemma 2",
+        checks=_SPELLED,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=6.0,
+    ),
+    _case(
         "new_spelling",
         "rotary settings by kind of layer in rope_parameters",
         checks=_SPELLED,

@@ -63,8 +63,10 @@ class EngineTarget:
         from engine.models import family
         from engine.state import SequenceStateLayout
 
+        # Quantised cases, whose small matrices stay packed if nothing is said, run in the second layout to be unpacked too.
+        quantised = None if layout == "dense" else "unpacked"
         try:
-            loaded = load(checkpoint, dtype=dtype)
+            loaded = load(checkpoint, dtype=dtype, quantised=quantised)
             model = family(loaded.model_type).Model(loaded.config, loaded.weights)
             return _LoadedModel(model, SequenceStateLayout(layout))
         except Refused as error:

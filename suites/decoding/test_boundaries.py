@@ -27,7 +27,7 @@ def _windows(case: Case) -> Sequence[Schedule]:
         f"feed a 1; step a {2 * w}; feed a {w + 3} all; step a {PAST}",  # pieces after steps went round
         f"feed a {2 * w + 1} all; step a 1; feed a {w - 1} all; step a 1; feed a 2 all; step a {PAST}",
         f"feed a {w - 1} pad={w + 3}; step a 2; feed a {w} all pad={2 * w}; step a {PAST}",
-        f"feed a {w + 1}; save a x; step a {w}; restore b x; feed b {w + 1} all; step a 1; restore a x; step a {PAST}",
+        f"feed a {w + 1}; save a x; step a {2 * w + 1}; restore b x; feed b {w + 1} all; step a 1; restore a x; step a {PAST}",
     ]
     return [Schedule.parse(text) for text in texts]
 
@@ -40,7 +40,7 @@ def _tails(case: Case) -> Sequence[Schedule]:
         f"{_pieces(sizes, 3 * sum(sizes))}; step a {PAST}",
         f"feed a 1; feed b {k}; step a+b {k}; feed a {k} all; step b+a 2",
         f"feed a 1 pad=8; feed a {k} pad={k + 1}; step a 1; feed a 1 all pad=5; step a {PAST}",
-        f"feed a 1; save a x; feed a {k}; restore b x; step b {k}; restore a x; feed a {k + 1} all; step a 1",
+        f"feed a 1 pad={k}; save a x; feed a {k}; restore b x; step b {k}; restore a x; feed a {k + 1} all; step a 1",
     ]
     return [Schedule.parse(text) for text in texts]
 

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.24", reason="needs the transformers extra")
 
-__all__ = ["logits", "save", "transformers"]
+__all__ = ["logits", "randomised", "save", "transformers"]
 
 LENGTH = 60  # tokens, beyond every window and several chunks
 
@@ -32,6 +32,16 @@ def _drawn(name: str, tensor: torch.Tensor, model_type: str, time_step: float) -
     return 1.3 * noise * tensor.shape[1 if transposed else -1] ** -0.5
 
 
+def randomised(model: Any, model_type: str, seed: int, time_step: float = -0.7) -> Any:
+    """The model with every parameter, and what its routers correct by, drawn anew."""
+    torch.manual_seed(seed)
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction" in name]
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *buffers]:
+            tensor.copy_(_drawn(name, tensor, model_type, time_step))
+    return model
+
+
 def save(directory: Path, config: dict[str, Any], seed: int = 0, time_step: float = -0.7) -> tuple[Any, list[int]]:
     """A float32 model of the config, saved by transformers to the directory, and tokens for it.
 
@@ -40,12 +50,7 @@ def save(directory: Path, config: dict[str, Any], seed: int = 0, time_step: floa
     settings = dict(config)
     made = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
-    torch.manual_seed(seed)
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction" in name]
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *buffers]:
-            tensor.copy_(_drawn(name, tensor, config["model_type"], time_step))
-    model.save_pretrained(directory)
+    randomised(model, config["model_type"], seed, time_step).save_pretrained(directory)
     vocab = getattr(made, "text_config", made).vocab_size
     tokens = torch.randint(3, vocab, (LENGTH,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
     return model, tokens

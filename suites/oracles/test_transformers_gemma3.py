@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from reference_models import gemma3
 from reference_models.loading import load
 from suites.oracles import engine_models
 from suites.oracles.comparison import Comparison
-from suites.oracles.saved_models import logits, save
+from suites.oracles.saved_models import logits, randomised, save, transformers
 
 BASE = {
     "model_type": "gemma3_text",
@@ -94,3 +95,26 @@ def test_engine_decodes_what_transformers_computes(tmp_path, name):
     comparison = Comparison(tmp_path, tokens)
     comparison.agree_with(engine_models.stepped(tmp_path, tokens, 7), theirs, f"engine in steps and transformers, {name}")
     comparison.agree_with(engine_models.chunked(tmp_path, tokens, 9), theirs, f"engine in pieces and transformers, {name}")
+
+
+def test_the_language_model_of_a_saved_wrapper_is_the_same_model(tmp_path):
+    """Vision tensors are left aside; text alone goes through the wrapper as through the text model."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.Gemma3Config(
+        text_config={k: v for k, v in BASE.items() if k != "model_type"},
+        vision_config=vision | {"model_type": "siglip_vision_model", "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=127,
+        boi_token_index=126,
+        eoi_token_index=125,
+    )
+    model = randomised(transformers.Gemma3ForConditionalGeneration(config).eval(), "gemma3", 0)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(3, 120, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        theirs = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    saved, weights = load(tmp_path)
+    assert "text_config" in saved and gemma3.parameters(saved).keys() < weights.keys()
+    comparison = Comparison(tmp_path, tokens)
+    comparison.agree(theirs, "transformers, wrapper")
+    comparison.agree_with(engine_models.logits(tmp_path, tokens), theirs, "engine and transformers, wrapper")
