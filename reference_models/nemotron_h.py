@@ -255,6 +255,7 @@ def mtp_parameters(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 _STACKED = re.compile(r"(.*\.experts)\.(up_proj|down_proj)(?:\.weight)?")
+_ATTENTION_BIAS = re.compile(r".*\.mixer\.[qkvo]_proj\.bias")
 _MTP_NAMES = {
     "mtp.fc": "eh_proj",
     "mtp.pre_fc_norm_embedding": "enorm",
@@ -269,6 +270,7 @@ def renamed(config: Config, weights: Weights) -> dict[str, Tensor]:
 
     A wrapper's prefix goes, `model.` in place of `backbone.` too; experts in one tensor [experts, out, in] are taken apart; the
     convolution may have its taps last or in the middle; MTP layers may count from one and have their norms outside the layers.
+    Attention that lacks the biases `attention_bias` asks for, as transformers saves it, gets biases of zero.
     """
     body = re.compile(r"(?:model\.)?(?:language_model\.)?(?:(?:model\.)?(backbone)|(model)|(mtp|lm_head))\.(.*)")
     found: dict[str, Tensor] = {}
@@ -283,7 +285,11 @@ def renamed(config: Config, weights: Weights) -> dict[str, Tensor]:
             found[name] = tensor.reshape(tensor.shape[0], 1, -1)
         else:
             found[name] = tensor
-    return _renamed_mtp(found)
+    found = _renamed_mtp(found)
+    if _text(config).get("attention_bias"):
+        biases = {name: shape for name, shape in parameters(config).items() if _ATTENTION_BIAS.fullmatch(name)}
+        found = {name: torch.zeros(shape) for name, shape in biases.items()} | found
+    return found
 
 
 def _renamed_mtp(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -408,7 +414,8 @@ class _Layers:
         out = out.to(self.dtype)
         if self.s.latent:
             out = self.linear(out, f"{name}.fc2_latent_proj")
-        return out + self.mlp(h, f"{name}.shared_experts") if self.s.shared_width else out
+        # By the file: transformers builds and saves shared experts also where `n_shared_experts` is 0.
+        return out + self.mlp(h, f"{name}.shared_experts") if f"{name}.shared_experts.up_proj.weight" in self.weights else out
 
 
 def _layers(s: _Shape, config: Config, weights: Weights, length: int, dtype: torch.dtype) -> _Layers:

@@ -93,7 +93,8 @@ def convert(
     headers = directory.tensor_headers(path)
     jobs, done = _jobs(models.family(model_type), raw, headers, base, layout, chosen)
     if not jobs:
-        raise Refused(f"no weight of the checkpoint can be held in {mode} with groups of {base.group_size}")
+        why = "; layout gpt-oss is for the experts of that family alone" if layout == "gpt-oss" else ""
+        raise Refused(f"no weight of the checkpoint can be held in {mode} with groups of {base.group_size}{why}")
     out.mkdir(parents=True, exist_ok=True)
     _write_tensors(out / "model.safetensors", headers, jobs, layout)
     _write_config(path, out, layout, base, done)

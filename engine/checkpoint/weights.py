@@ -12,7 +12,7 @@ import mlx.core as mx
 from engine.checkpoint.bounded import shown
 from engine.checkpoint.packed import Packed, find_packed, weight_shapes
 from engine.checkpoint.plan import Plan
-from engine.checkpoint.read import read_tensor, require_finite
+from engine.checkpoint.read import COMPUTE_DTYPES, read_tensor, require_finite
 from engine.checkpoint.residency import Kind, unpacked
 from engine.checkpoint.tensors import TensorHeader, account
 from engine.checkpoint.unpack import unpack
@@ -142,6 +142,8 @@ def _unpacked(parameter: Packed, dtype: str, formats: set[Kind] | None) -> Weigh
     weight = unpack(parameter, dtype)
     if isinstance(weight, QuantisedTensor):
         if formats is not None and (weight.mode, weight.group_size, weight.bits) not in formats:
+            if weight.bound() > mx.finfo(COMPUTE_DTYPES[dtype]).max:  # seldom: only then are the values worth looking at
+                require_finite(weight.unpack(), parameter.name, dtype)
             return weight
         weight = weight.unpack()
         mx.eval(weight)

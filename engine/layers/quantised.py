@@ -97,6 +97,18 @@ class QuantisedTensor:
         """All parts, to evaluate them."""
         return [part for part in (self.weight, self.scales, self.biases, self.global_scale) if part is not None]
 
+    def bound(self) -> float:
+        """What no value's magnitude exceeds, but for rounding; from the largest scale, bias, code and global scale."""
+        scales, biases = self._float_scales()
+        if self.mode == "affine":
+            assert biases is not None
+            most = ((1 << self.bits) - 1) * _largest(scales) + _largest(biases)
+        else:
+            known = unpacking.E4M3 if self.mode == "nvfp4" else unpacking.E8M0
+            codes = unpacking.E4M3 if self.bits == 8 else unpacking.E2M1
+            most = float(np.nanmax(codes)) * float(np.abs(known[np.asarray(scales)]).max())
+        return most if self.global_scale is None else most * _largest(self.global_scale)
+
     def __getitem__(self, indices: int | mx.array) -> QuantisedTensor:
         """Along the first axis: matrices of a stack, or rows of a matrix (indices an array, then)."""
 
@@ -162,6 +174,10 @@ class QuantisedTensor:
     def widened(self, x: mx.array) -> mx.array:
         """x in a dtype that holds the product before it is scaled."""
         return x.astype(mx.float32) if self.global_scale is not None and x.dtype == mx.float16 else x
+
+
+def _largest(values: mx.array) -> float:
+    return float(np.abs(np.asarray(values)).max())
 
 
 Weight = mx.array | QuantisedTensor

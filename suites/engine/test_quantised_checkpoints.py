@@ -356,6 +356,32 @@ def test_weights_in_float16_that_its_range_does_not_hold_are_named(changed):
     assert FIRST in str(caught.value)
 
 
+@pytest.mark.parametrize("held", ["packed", "unpacked"])
+@pytest.mark.parametrize("name", ["llama/modelopt_nvfp4", "llama/mlx_mxfp4", "llama/affine_4"])
+def test_values_that_float32_does_not_hold_are_named_however_the_weights_are_held(changed, name: str, held: str):
+    end, part = {
+        "llama/modelopt_nvfp4": (".weight_scale_2", lambda size: np.float32(3e38).tobytes()),
+        "llama/mlx_mxfp4": (".scales", lambda size: bytes([254]) * size),
+        "llama/affine_4": (".scales", lambda size: np.full(size // 4, 3e38, np.float32).tobytes()),
+    }[name]
+
+    def damage(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[FIRST + end]
+        tensors[FIRST + end] = dtype, shape, part(len(data))
+
+    with pytest.raises(CheckpointError, match="beyond float32; its scales are damaged") as caught:
+        load(changed(name, damage), dtype="float32", quantised=held)
+    assert FIRST in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_no_value_exceeds_the_bound_of_its_tensor(built, name: str):
+    weights = load(built(name), dtype="float32", quantised="packed").weights
+    for weight in weights.values():
+        if isinstance(weight, QuantisedTensor):
+            assert mx.abs(weight.unpack()).max().item() <= weight.bound() * (1 + 1e-6) < 1e6
+
+
 def test_a_plan_may_name_modules_as_the_files_or_as_the_model(tmp_path):
     """Wrapped checkpoints put a prefix before the names of their tensors; lists of modules have it or not."""
     path = build(CASES["nemotron_h/modelopt_mixed"], 0, tmp_path / "plain")

@@ -5,6 +5,8 @@ Known disagreements:
 - time steps: transformers clamps them at `time_step_min` (0.001 by default) where it computes a prompt, not where it decodes
   from its cache, and ignores `time_step_limit`; published models have no limit. With `time_step_min` at 1e-30 the two agree; at
   its default they differ as soon as a time step is below it, and agree again where the reference is told that limit.
+- `attention_bias`: transformers ignores it and has no biases there; we take those that are in the file.
+- `n_shared_experts`: transformers builds and saves shared experts also where it is 0; we use those that are in the file.
 - `tie_word_embeddings`: transformers ignores it and saves a head of its own, which we use because it is there.
 """
 
@@ -64,6 +66,8 @@ CONFIGS = {
     "tied": {"tie_word_embeddings": True, "norm_topk_prob": False},
     "no_attention": {"hybrid_override_pattern": "MEM-"},
     "no_mamba": {"hybrid_override_pattern": "*E-*"},
+    "all_biases_asked_for": {"attention_bias": True, "use_bias": True, "mlp_bias": True},
+    "shared_experts_not_counted": {"n_shared_experts": 0},
     "listed": {"layers_block_type": ["linear_attention", "full_attention", "moe"], "hybrid_override_pattern": None},
 }
 
@@ -78,7 +82,8 @@ def test_reference_and_engine_agree_on_the_files_that_transformers_saved(tmp_pat
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "layers_block_type" in saved and "hybrid_override_pattern" not in saved
     own_head = {"lm_head.weight": (128, 64)}  # also where the config ties it
-    assert {n: tuple(t.shape) for n, t in load(tmp_path)[1].items()} == nemotron_h.parameters(saved) | own_head
+    shared = nemotron_h.parameters(saved | {"n_shared_experts": 1})  # also where the config counts none
+    assert {n: tuple(t.shape) for n, t in load(tmp_path)[1].items()} == shared | own_head
     theirs = logits(model, tokens)
     comparison = Comparison(tmp_path, tokens)
     comparison.agree(theirs, f"transformers, {name}")
