@@ -123,9 +123,11 @@ class Selection:
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """An error text with the near matches of a name that there is not."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:12]
-    return f"unknown {kind} {name!r}; {'near' if near else 'there is none'}: {', '.join(near)}".removesuffix(": ")
+    """An error text with the near matches of a name that there is not; where nothing is near, with some of what there is."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    if near or not known:
+        return f"unknown {kind} {name!r}; {'near' if near else 'there is none'}: {', '.join(near)}".removesuffix(": ")
+    return f"unknown {kind} {name!r}; there are {', '.join(sorted(known)[:12])}{', ...' if len(known) > 12 else ''}"
 
 
 def _validate(kind: str, names: Iterable[str], known: set[str]) -> None:

@@ -29,6 +29,17 @@ SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
 PREVIOUS = "previous.jsonl"  # the records that a rerun goes by; the run itself writes a new gate.jsonl
 FINISHED = (0, 1, 5)  # pytest's exit codes of a run that got to its end: all passed, some failed, none selected
+EPILOG = """
+Examples:
+
+  decodegate gate
+
+  decodegate gate --case llama/gqa --dtype float32
+
+  decodegate gate --target engine --target mlx_lm --checkpoint ./my-model
+
+  decodegate gate --rerun-failed
+"""
 MOST_JOBS = 8  # by default: each process holds torch and MLX, which take 1 GB
 
 
@@ -38,11 +49,7 @@ class Isolate(str, Enum):
 
 
 def register(app: typer.Typer) -> None:
-    app.command(
-        "gate",
-        epilog="Examples:  decodegate gate  ·  decodegate gate --case llama/gqa --dtype float32  ·  "
-        "decodegate gate --target engine --target mlx_lm --checkpoint ./my-model  ·  decodegate gate --rerun-failed",
-    )(gate)
+    app.command("gate", epilog=EPILOG)(gate)
 
 
 def gate(

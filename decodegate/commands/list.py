@@ -11,6 +11,13 @@ import typer
 __all__ = ["register"]
 
 SUITES = "suites.decoding"
+EPILOG = """
+Examples:
+
+  decodegate list cases
+
+  decodegate list targets --json
+"""
 
 
 class Kind(str, Enum):
@@ -23,7 +30,7 @@ class Kind(str, Enum):
 
 
 def register(app: typer.Typer) -> None:
-    app.command("list", epilog="Examples:  decodegate list cases  ·  decodegate list targets --json")(list_)
+    app.command("list", epilog=EPILOG)(list_)
 
 
 def list_(

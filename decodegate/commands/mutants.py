@@ -51,7 +51,7 @@ def command(
 
         decodegate mutants --in-diff origin/main --jobs 2
 
-        decodegate mutants --id kv_rewind_is_a_no_op --all-checks
+        decodegate mutants --id rewind_leaves_the_slots --all-checks
     """
     import filelock
 

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 SUITES = "suites.decoding"
+# help texts are rich markup: a bracket that is not escaped is a style, and is not shown
+EPILOG = """
+Examples:
+
+  decodegate replay 'engine::llama/gqa::rewind_and_go_on_matches_recompute\\[float32,dense]'
+
+  decodegate replay 'engine::llama/gqa::x\\[float32,dense]' --schedule 'feed 5; rewind 2; feed 1'
+"""
 
 
 def register(app: typer.Typer) -> None:
-    app.command(
-        "replay",
-        epilog="Examples:  decodegate replay 'engine::llama/gqa::rewind_and_go_on_matches_recompute[float32,dense]'  ·  "
-        "decodegate replay 'engine::llama/gqa::x[float32,dense]' --schedule 'feed 5; rewind 2; feed 1'",
-    )(replay)
+    app.command("replay", epilog=EPILOG)(replay)
 
 
 def replay(
-    cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id: target::family/case::check[dtype,layout].")],
+    cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id: target::family/case::check\\[dtype,layout].")],
     schedule: Annotated[
         list[str] | None,
         typer.Option(help="Replay this schedule instead of the check's (repeatable); the check's name is free then."),

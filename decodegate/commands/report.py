@@ -13,6 +13,16 @@ from harness.outcomes import ExitCode
 
 __all__ = ["register"]
 
+EPILOG = """
+Examples:
+
+  decodegate report gate-out
+
+  decodegate report base.jsonl head.jsonl --out both
+
+  decodegate report gate-out --format md
+"""
+
 
 class Format(str, Enum):
     TERMINAL = "terminal"
@@ -22,11 +32,7 @@ class Format(str, Enum):
 
 
 def register(app: typer.Typer) -> None:
-    app.command(
-        "report",
-        epilog="Examples:  decodegate report gate-out  ·  decodegate report base.jsonl head.jsonl --out both  ·  "
-        "decodegate report gate-out --format md",
-    )(report)
+    app.command("report", epilog=EPILOG)(report)
 
 
 def report(

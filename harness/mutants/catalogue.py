@@ -95,8 +95,9 @@ def select(
     for what, wanted, known in (("id", ids, {m.id for m in mutants}), ("kind", kinds, {m.kind for m in mutants})):
         for name in wanted:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:12]
-                raise CatalogueError(f"no mutant has {what} {name!r}; near: {', '.join(near)}")
+                near = difflib.get_close_matches(name, known, n=3)
+                some = f"there are {', '.join(sorted(known)[:12])}{', ...' if len(known) > 12 else ''}"
+                raise CatalogueError(f"no mutant has {what} {name!r}; {'near: ' + ', '.join(near) if near else some}")
     return [
         mutant
         for mutant in mutants

@@ -211,6 +211,7 @@ def test_pytest_selects_a_cell_by_keyword_and_by_node_id(tmp_path: Path) -> None
     [
         ("--case=llama/gqaa", "llama/gqa"),
         ("--check=rewind_and_go_on", REWIND),
+        ("--check=zzz", "there are batched_steps_match_solo"),
         ("--family=lama", "llama"),
         ("--target=enginee", "engine"),
         ("--dtype=float23", "float32"),
