@@ -85,8 +85,8 @@ class Session(Protocol):
     def counters(self) -> dict[str, int]:
         """What ran, as counts since the session started.
 
-        Checks ask for prefill_chunks, decode_steps, batched_rows, padded_rows, snapshots, restores and empty_slice_forwards, each
-        where it shows that the feature ran; a cell without it is vacuous.
+        Checks ask for prefill_chunks, decode_steps, batched_rows, padded_rows, snapshots, restores and empty_slice_forwards,
+        each where it shows that the feature ran; a cell without it is vacuous.
         """
         ...
 
