@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,14 +113,39 @@ def gate(
     with_smoke = _smoke_wanted(smoke, any(selections.values()) or bool(checkpoint), previous)
 
     reporter = _Reporter(_smoke_sources() if with_smoke else [])
-    (out / RECORDS).unlink(missing_ok=True)
-    with reporter.showing():
-        status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
-        if status == pytest.ExitCode.USAGE_ERROR:
-            raise typer.Exit(int(ExitCode.USAGE))
-        if with_smoke and status in FINISHED and (out / RECORDS).exists():
-            reporter.smoke(out / RECORDS, seed)
-    raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
+    with _alone_in(out):
+        before = _set_aside(out / RECORDS)
+        with reporter.showing():
+            status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
+            if status == pytest.ExitCode.USAGE_ERROR:
+                if before is not None:  # nothing was run, so the last run's records still stand
+                    before.replace(out / RECORDS)
+                raise typer.Exit(int(ExitCode.USAGE))
+            if with_smoke and status in FINISHED and (out / RECORDS).exists():
+                reporter.smoke(out / RECORDS, seed)
+        if before is not None:
+            before.unlink()
+        raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
+
+
+@contextlib.contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Two runs that write the same records would leave neither's; the kernel frees the lock of a run that is killed."""
+    import filelock
+
+    try:
+        with filelock.FileLock(out / ".lock", timeout=0):
+            yield
+    except filelock.Timeout:
+        typer.echo(f"decodegate gate: another run is writing to {out}; wait for it, or choose another --out", err=True)
+        raise typer.Exit(int(ExitCode.USAGE)) from None
+
+
+def _set_aside(records: Path) -> Path | None:
+    """The last run's records under another name, so that what stands under theirs is this run's; None where there are none."""
+    if not records.exists():
+        return None
+    return records.replace(records.with_suffix(".before.jsonl"))
 
 
 def _know_checks(names: Iterable[str]) -> None:

@@ -90,12 +90,10 @@ CASES = [
     ),
     _case(
         "all_local",
-        "no layer sees more than its window; biases on attention; caps on scores and logits",
+        "no layer sees more than its window; biases on attention",
         layer_types=["sliding_attention"] * 2,
         num_hidden_layers=2,
         attention_bias=True,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=4.0,
         traits=frozenset({RING, ROPE}),
         checks=_FORGETFUL,
     ),

@@ -244,7 +244,7 @@ def test_a_release_frees_memory_and_touches_nothing_in_flight(dense: Engine, cas
 
 
 def test_a_release_frees_what_the_model_owned(owned: Engine, case: Case) -> None:
-    goes_on(owned, sequence := owned.open(), [], case)  # weights that are made at first use belong to no sequence
+    owned.prefill(sequence := owned.open(), tokens(case, 33))  # tables that are made at first use belong to no sequence
     owned.close(sequence)
     before = active_memory()
     sequence = owned.open()

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import filelock
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -51,7 +52,7 @@ def test_every_way_to_go_wrong_is_its_own_outcome_and_the_run_goes_on(tmp_path: 
     assert code == ExitCode.WRONG
     assert records[f"is_wrong {REWIND}"].first_bad_position is not None
     assert (records[f"is_wrong {REWIND}"].error_ratio or 0) > 3
-    assert {path.name for path in tmp_path.iterdir()} == {"gate.jsonl", "gate.md", "gate.html", "gate.xml"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "gate.jsonl", "gate.md", "gate.html", "gate.xml"}
 
 
 def test_a_failure_is_shown_with_a_command_that_shows_it_again(tmp_path: Path) -> None:
@@ -224,6 +225,22 @@ def test_an_unknown_name_is_a_usage_error_that_says_what_is_near(tmp_path: Path,
     assert code == ExitCode.USAGE
     assert near in text
     assert "Traceback" not in text
+
+
+def test_a_usage_error_leaves_the_last_records_to_rerun_from(tmp_path: Path) -> None:
+    gate(tmp_path, *TWO, target("IsWrong"))
+    before = (tmp_path / "gate.jsonl").read_bytes()
+    assert gate(tmp_path, "--case=llama/gqaa")[0] == ExitCode.USAGE
+    assert (tmp_path / "gate.jsonl").read_bytes() == before
+
+
+def test_a_second_run_into_the_same_place_is_a_usage_error_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    (tmp_path / "gate.jsonl").write_text("the first run's\n")
+    with filelock.FileLock(tmp_path / ".lock", timeout=0):
+        code, text = gate(tmp_path, *TWO, target("Honest"))
+    assert code == ExitCode.USAGE
+    assert "another run is writing to" in text
+    assert (tmp_path / "gate.jsonl").read_text() == "the first run's\n"
 
 
 def test_a_rerun_takes_what_did_not_pass_and_nothing_else(tmp_path: Path) -> None:
