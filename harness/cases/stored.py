@@ -91,7 +91,7 @@ def _mlx_mode(files: Files, *, mode: str) -> Files:
     if any(".gate." in name for name in files.tensors):  # code words of routers stand in the embedding, and want to be exact
         plan |= {name: False for name in _EMBEDDINGS if name in modules}
     encoders: dict[str, quantise.Encoder] = {m: partial(quantise.mlx, mode=mode) for m in modules if m not in plan}
-    other = next(module for module in encoders if module != _HEAD and module not in _EMBEDDINGS)
+    other = [module for module in encoders if module != _HEAD and module not in _EMBEDDINGS][-1]
     plan[other] = {"group_size": 64, "bits": 8}
     encoders[other] = partial(quantise.affine, group_size=64, bits=8)
     return _mlx_files(files, plan, encoders)

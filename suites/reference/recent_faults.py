@@ -78,8 +78,8 @@ NEMOTRON_H: Faults = {
     "dropped groups zeroed instead of hidden": ("dropped[..., None], -math.inf)", "dropped[..., None], 0.0)", "limited_groups"),
     "groups by their best expert alone": ("topk(min(2, grouped.shape[-1]), -1)", "topk(1, -1)", "limited_groups"),
     "shared expert left out": (
-        'return out + self.mlp(h, f"{name}.shared_experts") if self.s.shared_width else out',
-        "return out",
+        'if f"{name}.shared_experts.up_proj.weight" in self.weights else out',
+        "if False else out",
         _EXPERTS,
     ),
     "shared expert scaled as the others": (

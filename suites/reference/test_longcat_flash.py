@@ -105,7 +105,8 @@ def test_routing_by_hand_on_the_first_token(draw, name):
         return w[f"{name}.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * (w[f"{name}.up_proj.weight"] @ x))
 
     def attend(x, name):
-        latent = rms((w[f"{name}.kv_a_proj_with_mqa.weight"] @ x)[:12], f"{name}.kv_a_layernorm", 1e-6) * math.sqrt(48 / 12)
+        rank = config["kv_lora_rank"]
+        latent = rms((w[f"{name}.kv_a_proj_with_mqa.weight"] @ x)[:rank], f"{name}.kv_a_layernorm", 1e-6) * math.sqrt(48 / rank)
         values = (w[f"{name}.kv_b_proj.weight"] @ latent).reshape(4, 8 + 12)[:, 8:]
         return w[f"{name}.o_proj.weight"] @ values.reshape(-1)
 
