@@ -43,7 +43,7 @@ def _checks(family: str) -> dict[str, Check]:
         name=f"{family}_forward_with_empty_slice",
         holds="a model that owns its caches gives the logits of one full forward when it is handed none",
         schedules=_empty_slice,
-        faults=("rope_offset_off_by_one", "kv_write_one_slot_early", "stale_state_after_close"),
+        faults=("rope_offset_off_by_one", "kv_write_one_slot_early", "stale_state_after_close", "recurrent_state_forgotten"),
         needs=frozenset({"all_rows", "chunk"}),
         counters={"empty_slice_forwards": 8},
         applies=families(family),
@@ -53,7 +53,7 @@ def _checks(family: str) -> dict[str, Check]:
         name=f"{family}_refuses_padded_prefill",
         holds="a model that owns its caches refuses padded prefill, and the sequence goes on as it was",
         schedules=_padded,
-        faults=("rope_offset_off_by_one", "kv_write_one_slot_early", "recurrent_state_forgotten"),
+        faults=("rope_offset_off_by_one", "kv_write_one_slot_early", "recurrent_state_forgotten", "conv_tail_forgotten"),
         applies=families(family),
         layout="model_owned",
     )
@@ -67,6 +67,6 @@ model_owned_refusals_leave_no_trace = Check(
     name="model_owned_refusals_leave_no_trace",
     holds="a second sequence, a rewind and a snapshot are refused, and the open sequence goes on as it was",
     schedules=_other,
-    faults=("rope_offset_off_by_one", "stale_state_after_close"),
+    faults=("rope_offset_off_by_one", "stale_state_after_close", "recurrent_state_forgotten"),
     layout="model_owned",
 )

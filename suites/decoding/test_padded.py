@@ -33,6 +33,7 @@ padded_prefill_matches_full_forward = Check(
         "padding_enters_the_state",
         "padding_enters_the_window",
         "padding_enters_the_recurrence",
+        "recurrent_state_forgotten",
         "rope_offset_off_by_one",
     ),
     needs=frozenset({"pad", "all_rows"}),
