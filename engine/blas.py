@@ -29,6 +29,7 @@ __all__ = ["ENVIRONMENT", "bind", "describe"]
 
 ENVIRONMENT = "DECODEGATE_BLAS"
 _SYMBOLS = ("cblas_sgemm", "sgemm_")  # either one serves MLX's matmul
+_THREADS = {"mkl": "MKL_Get_Max_Threads", "openblas": "openblas_get_num_threads"}
 _SONAMES = ("libmkl_rt.so.2", "libopenblas.so.0", "libopenblas.so")
 
 _chosen: str | None = None
@@ -43,7 +44,7 @@ def bind() -> str:
 
 
 def describe() -> str:
-    """What the process uses, for people and records: "mkl via libtorch_cpu.so", "off (...)", "none found (...)"."""
+    """What the process uses, for people and records: "mkl via libtorch_cpu.so, 2 threads", "off (...)", "none found (...)"."""
     return _chosen or "not bound yet"
 
 
@@ -105,7 +106,7 @@ def _load(library: str) -> str:
         raise OSError("another BLAS was in the global scope before it")
     if name == "mkl":
         os.environ.setdefault("MKL_CBWR", "AUTO")  # read at MKL's first product; left there, so that records name it
-    return f"{name} via {Path(library).name}"
+    return f"{name} via {Path(library).name}{_threads(local, name)}"
 
 
 def _name(library: ctypes.CDLL) -> str:
@@ -118,6 +119,15 @@ def _name(library: ctypes.CDLL) -> str:
             raise OSError("has 64-bit integers, MLX passes 32-bit ones")
         return "openblas"
     return "blas"
+
+
+def _threads(library: ctypes.CDLL, name: str) -> str:
+    """How many threads it takes for one product; empty where it does not say. Speeds mean little without it."""
+    symbol = _THREADS.get(name)
+    if symbol is None or not hasattr(library, symbol):
+        return ""
+    count = getattr(library, symbol)()
+    return f", {count} thread{'s' * (count != 1)}"
 
 
 def _address(library: ctypes.CDLL, symbol: str) -> int | None:

@@ -46,6 +46,11 @@ def test_matmul_is_right_before_and_after_torch_is_imported_in_the_same_process(
     assert out.split() == ["True", "True", "True"]
 
 
+@needs_torch
+def test_description_says_how_many_threads_a_product_takes():
+    assert run(DESCRIBE).strip().endswith(", 1 thread")
+
+
 def test_off_leaves_mlx_with_its_own():
     out = run(
         "from engine import blas; print(blas.describe()); import ctypes; print(hasattr(ctypes.CDLL(None), 'sgemm_'))", "off"
