@@ -13,8 +13,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.git import GitError, git
 
@@ -85,6 +86,10 @@ class Made:
     commit: str | None = None
     dirty: bool | None = None  # the package differs from that commit
     subject: str = ""  # first line of the commit's message
+
+    def described(self) -> dict[str, Any]:
+        """For records and reports: all but the place on this disk."""
+        return {name: value for name, value in asdict(self).items() if name != "directory"}
 
 
 class Builds:

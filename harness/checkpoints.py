@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from engine.checkpoint.hub import HubUnavailable, is_hub_id, snapshot
 from harness.outcomes import Infra
 
 __all__ = ["GEMMA3", "SMOLLM2", "gemma3", "resolve", "shipped", "smollm2"]
@@ -54,6 +53,9 @@ def resolve(source: str) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
+    # Only here: importing engine sets flags for the processes that this one starts, and some run another build of it.
+    from engine.checkpoint.hub import HubUnavailable, is_hub_id, snapshot
+
     if not is_hub_id(source):
         raise Infra(
             f"checkpoint {source!r} does not exist; give a directory with config.json, a .gguf file, or a hub id (org/name)"

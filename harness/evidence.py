@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from harness.builds import BuildError, Made
 from harness.cells import Cell
@@ -19,7 +15,7 @@ from harness.outcomes import Outcome
 from harness.records import Record
 from harness.worker import Build, Describe
 
-__all__ = ["AFTER", "BEFORE", "CANNOT_RUN", "Evidence", "measure_speed", "reason_not_to_run"]
+__all__ = ["AFTER", "BEFORE", "CANNOT_RUN", "Evidence", "reason_not_to_run"]
 
 BEFORE, AFTER = "before", "after"
 CANNOT_RUN = "cannot_run"  # key of Record.extra: why a build could not be asked this question at all
@@ -64,10 +60,7 @@ class Evidence:
 
     def described(self) -> list[dict[str, object]]:
         """The two builds, for the header: role, name, commit, dirty, subject, fingerprint."""
-        return [
-            {"role": role, **{key: value for key, value in asdict(made).items() if key != "directory"}}
-            for role, made in self.builds.items()
-        ]
+        return [{"role": role, **made.described()} for role, made in self.builds.items()]
 
     def records(self, cells: Sequence[Cell]) -> Iterator[tuple[Record, Record]]:
         """(before, after) of each cell, one cell after another, so that what disturbs the machine meets both."""
@@ -108,39 +101,3 @@ def _frames(lines: Iterable[str], kind: str) -> Iterator[str]:
         match = _FRAME.match(line)
         if match:
             yield match["file"]
-
-
-def measure_speed(
-    builds: Mapping[str, Made],
-    checkpoint: str,
-    *,
-    dtype: str = "float32",
-    prompt: int = 128,
-    decode: int = 48,
-    rounds: int = 6,
-    allow_busy: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Decode and prefill speed of our engine on both builds, in interleaved rounds (harness.bench.run.measure).
-
-    The build after the change is the first peer, so that ratios are after / before. Raises Infra (a busy machine, a checkpoint
-    that is not there, a build after the change that does not run), and BuildError where a peer imported another engine.
-    """
-    from harness.bench.process import Peer
-    from harness.bench.run import measure
-    from harness.checkpoints import resolve
-    from harness.export import export
-    from harness.prompts import Source
-
-    source = resolve(checkpoint)
-    peers = [Peer("engine", dtype, sys.executable, builds[role].directory, role) for role in (AFTER, BEFORE)]
-    with tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory:
-        say("exporting the weights")
-        exported = export(source, Path(directory), [dtype])
-        tokens = Source(source).prompts(prompt).text
-        result = measure(peers, exported, tokens, decode=decode, rounds=rounds, allow_busy=allow_busy, say=say)
-    for peer in result["peers"]:
-        imported = Path(peer["environment"].pop("engine"))
-        if not imported.is_relative_to(builds[peer["name"]].directory):
-            raise BuildError(f"the peer that should run the build {peer['name']} imported engine from {imported}")
-    return result | {"checkpoint": checkpoint}

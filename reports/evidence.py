@@ -17,13 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from harness.bench.statistics import Interval, interval, ratio, shown
+from harness.bench.statistics import Interval, interval, ratio, verdict
 from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record, RecordError, last_words, plain
 from reports import html
-from reports.bench import METRICS
+from reports.bench import METRICS, interval_note, interval_text
 from reports.summary import MARKS, case_id, environment
-from reports.text import code_span, figure, markdown, one_line, plural, shorten, visible, write_text
+from reports.text import build_name, code_span, figure, markdown, one_line, plural, shorten, visible, write_text
 
 __all__ = ["Row", "Table", "as_json", "in_words", "outcome_text", "print_progress", "render", "write"]
 
@@ -148,12 +148,8 @@ class Table:
         return ", ".join(parts) or "no cell was run"
 
     def label(self, role: str) -> str:
-        """`before (1a2b3c4d5e)`; a working tree says the commit that it stands on, and whether it has changes."""
-        build = self.builds[role]
-        name, commit = str(build.get("name", "")), str(build.get("commit") or "")
-        if commit and not commit.startswith(name):
-            name = f"{name} at {commit[:10]}{' with changes' if build.get('dirty') else ''}"
-        return f"{role} ({name})"
+        """`before (1a2b3c4d5e)`."""
+        return f"{role} ({build_name(self.builds[role])})"
 
 
 def reason(record: Record) -> str:
@@ -274,13 +270,11 @@ class Speed:
 
     @property
     def verdict(self) -> str:
-        if self.ratio is None:
-            return "not measured before"
-        return "~" if not shown(self.ratio) else "faster" if self.ratio.median > 1 else "slower"
+        return "not measured before" if self.ratio is None else verdict(self.ratio)
 
 
 def speed_rows(result: Mapping[str, Any]) -> list[Speed]:
-    """Rows of a result of `harness.evidence.measure_speed`."""
+    """Rows of a result of `harness.bench.run.measure` whose peers are the builds "after" and "before"."""
     samples = {peer["name"]: peer["samples"] for peer in result["peers"]}
     found = []
     for metric, field in METRICS.items():
@@ -295,18 +289,13 @@ def speed_rows(result: Mapping[str, Any]) -> list[Speed]:
 
 def speed_notes(result: Mapping[str, Any]) -> list[str]:
     """What the figures are, and what is to be said of them."""
-    coverage = interval([1.0] * result["rounds"]).coverage
     notes = [
-        f"{result['checkpoint']}, prompt of {result['prompt_tokens']} tokens, greedy decode of {result['decode_tokens']}; "
-        f"median [interval] in tokens a second, n = {result['rounds']} interleaved rounds, the interval covers the median "
-        f"with {coverage:.1%}; ~ = no difference shown"
+        f"{result['checkpoint']}, prompt of {result['prompt_tokens']} tokens, greedy decode of {result['decode_tokens']}, "
+        f"in interleaved rounds; median [interval], tokens a second; {interval_note(result['rounds'])}; ~ = no difference shown"
     ]
+    notes += [f"BLAS {peer['environment']['blas']}" for peer in result["peers"] if peer["name"] == "after"]
     notes += [f"not measured: {missing['name']}: {missing['reason']}" for missing in result["missing"]]
     return notes + [f"warning: {warning}" for warning in result["warnings"]]
-
-
-def interval_text(found: Interval | None) -> str:
-    return "–" if found is None else f"{figure(found.median)} [{figure(found.low)}, {figure(found.high)}]"
 
 
 def _speed(result: Mapping[str, Any]) -> Iterator[str]:

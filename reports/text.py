@@ -7,10 +7,13 @@ import math
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = [
-    "code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible", "write_text",
+    "build_name", "code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible",
+    "write_text",
 ]  # fmt: skip
 
 # Characters that a terminal obeys, that XML forbids or that reorder what a reader sees: C0 and C1 controls, line and paragraph
@@ -64,6 +67,14 @@ def code_span(text: str, *, table: bool = True) -> str:
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     padding = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{padding}{text.replace('|', chr(92) + '|') if table else text}{padding}{fence}"
+
+
+def build_name(build: Mapping[str, Any]) -> str:
+    """The name of a build (Made.described()); a working tree says the commit that it stands on, and whether it has changes."""
+    name, commit = str(build.get("name", "")), str(build.get("commit") or "")
+    if not commit or commit.startswith(name):
+        return name
+    return f"{name} at {commit[:10]}{' with changes' if build.get('dirty') else ''}"
 
 
 def figure(value: float | None) -> str:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from decodegate.output import writable_file
+from harness.outcomes import ExitCode
+
+if TYPE_CHECKING:
+    from harness.bench.process import Peer
+    from harness.builds import Builds
 
 __all__ = ["register"]
 
@@ -25,6 +30,12 @@ def register(app: typer.Typer) -> None:
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2; or moe.")] = "smollm2",
+    base: Annotated[
+        str | None, typer.Option(metavar="REV", help="Measure our engine of this git revision too, in the same rounds.")
+    ] = None,
+    repo: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Repository that holds our engine. Default: where it lies.")
+    ] = None,
     peers: Annotated[
         str, typer.Option(help="What to compare with: ENGINE:DTYPE, comma-separated; empty for none.")
     ] = DEFAULT_PEERS,
@@ -47,100 +58,122 @@ def command(
     """Measure decode and prefill speed against peers: same weights, same machine, interleaved rounds, under the device lock.
 
     Every peer runs in a process of its own, loads once, and is asked in turn. Medians come with exact intervals, ratios are
-    paired by round, and `~` marks what shows no difference. A busy machine is refused.
+    paired by round, and `~` marks what shows no difference. A busy machine is refused. With --base the engine of the working
+    tree is compared with its own at that revision; exits with 4 where that one could not be measured.
 
     `bench moe` times products with quantised experts instead, the engine's mapped gather against MLX's own; --formats,
     --rounds, --busy-ok, --timeout, --out and --json apply.
 
     Examples:
 
-        decodegate bench moe --formats nvfp4,mxfp8
+        decodegate bench --base HEAD~1 --peers ""
 
         decodegate bench --peer-python ~/venvs/mlx-lm/bin/python --out bench.json
 
         decodegate bench ./my-model --peers transformers:float32 --prompt 512 --rounds 8
-    """
-    import tempfile
-    from dataclasses import asdict
 
+        decodegate bench moe --formats nvfp4,mxfp8
+    """
     from rich.console import Console
 
     from harness.bench import moe
-    from harness.bench.process import Peer
-    from harness.bench.run import measure
-    from harness.checkpoints import resolve
-    from harness.export import export
+    from harness.bench.run import measure_checkpoint
+    from harness.builds import BuildError, Builds, Source
     from harness.lock import hold
-    from harness.prompts import Source
-    from harness.provenance import header
-    from reports import bench_moe
-    from reports.bench import table
+    from reports import bench, bench_moe
 
-    if checkpoint == MOE:
-        names = [name.strip() for name in formats.split(",") if name.strip()]
-        with hold("decodegate bench moe", timeout=timeout) as waited, Console(stderr=True).status("measuring") as status:
-            found = moe.measure(_checked(names), rounds=rounds, allow_busy=busy_ok, say=lambda text: status.update(text))
-        _show(
-            found | {"lock_wait_s": round(waited, 3), "header": asdict(header("bench", 0, 0, {}))},
-            bench_moe.table,
-            out,
-            as_json,
-        )
-        return
-    chosen = [Peer("engine", dtype, sys.executable, Path(__file__).parents[2])]
-    chosen += [_peer(word, peer_python or sys.executable) for word in peers.split(",") if word.strip()]
-    source = resolve(checkpoint)
-    tokens = Source(source).prompts(prompt).text
     console = Console(stderr=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory,
-        console.status("exporting the weights") as status,
-    ):
-        directories = export(source, Path(directory), dict.fromkeys(peer.dtype for peer in chosen))
-        with hold("decodegate bench", timeout=timeout) as waited:
-            result = measure(
+    if checkpoint == MOE:
+        if base is not None:
+            raise typer.BadParameter("bench moe compares the products of one build with MLX's own", param_hint="--base")
+        names = _formats(formats)
+        with hold("decodegate bench moe", timeout=timeout) as waited, console.status("measuring") as status:
+            result = moe.measure(names, rounds=rounds, allow_busy=busy_ok, say=lambda text: status.update(text))
+        _show(result | {"lock_wait_s": round(waited, 3)}, result["environment"], bench_moe.table, out, as_json)
+        return
+    wanted = [("engine", _dtype(dtype)), *(_peer(word.strip()) for word in peers.split(",") if word.strip())]
+    try:
+        with Builds(Source.find("engine", repo)) as builds, console.status("making builds") as status:
+            chosen = _peers(wanted, builds, base, peer_python or sys.executable)
+            result = measure_checkpoint(
                 chosen,
-                directories,
-                tokens,
+                checkpoint,
+                prompt=prompt,
                 decode=decode,
                 rounds=rounds,
                 allow_busy=busy_ok,
+                lock_timeout_s=timeout,
                 say=lambda text: status.update(text),
             )
-    result |= {"checkpoint": checkpoint, "lock_wait_s": round(waited, 3), "header": asdict(header("bench", 0, 0, {}))}
-    _show(result, table, out, as_json)
+    except BuildError as error:
+        print(f"decodegate bench: {error}", file=sys.stderr)
+        raise typer.Exit(ExitCode.USAGE) from None
+    _show(result, result["peers"][0]["environment"], bench.table, out, as_json)
+    for missing in result["missing"]:
+        if base is not None and missing["name"] == chosen[1].name:
+            print(f"decodegate bench: the base was not measured: {missing['reason']}", file=sys.stderr)
+            raise typer.Exit(ExitCode.BASELINE_RED)
 
 
-def _show(result: dict[str, Any], table: Callable[[dict[str, Any]], str], out: Path | None, as_json: bool) -> None:
+def _peers(wanted: list[tuple[str, str]], builds: Builds, base: str | None, python: str) -> list[Peer]:
+    """Our engine, then itself at the base, then the others in their Python."""
+    from harness.bench.process import Peer
+
+    tree = builds.working_tree()
+    (engine, dtype), *others = wanted
+    chosen = [Peer(engine, dtype, sys.executable, tree)]
+    if base is not None:
+        made = builds.revision(base)
+        chosen.append(Peer(engine, dtype, sys.executable, made, f"{engine}@{made.name}[{dtype}]"))
+    return chosen + [Peer(name, dtype, python, tree if name == engine else None) for name, dtype in others]
+
+
+def _show(
+    result: dict[str, Any],
+    environment: dict[str, str],
+    table: Callable[[dict[str, Any]], str],
+    out: Path | None,
+    as_json: bool,
+) -> None:
     import json
+    import shlex
+    from dataclasses import asdict
 
+    from harness.provenance import header
+
+    head = header(shlex.join(["decodegate", *sys.argv[1:]]), 0, 0, {"engine": environment})
+    head.lock_wait_s = result["lock_wait_s"]
+    result["header"] = asdict(head)
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result) if as_json else table(result), end="\n" if as_json else "")
 
 
-def _checked(formats: list[str]) -> list[str]:
+def _formats(words: str) -> list[str]:
     from engine.checkpoint.policy import quantisation_format
     from engine.errors import Refused
 
+    names = [name.strip() for name in words.split(",") if name.strip()]
     try:
-        for name in formats:
+        for name in names:
             quantisation_format(name)
     except Refused as error:
         raise typer.BadParameter(str(error), param_hint="--formats") from None
-    if not formats:
+    if not names:
         raise typer.BadParameter("name at least one format", param_hint="--formats")
-    return formats
+    return names
 
 
-def _peer(word: str, python: str):
-    from harness.bench.process import Peer
+def _peer(word: str) -> tuple[str, str]:
+    engine, _, dtype = word.partition(":")
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"{word!r} is not ENGINE:DTYPE with engine {', '.join(ENGINES)}", param_hint="--peers")
+    return engine, _dtype(dtype or "float32", "--peers")
+
+
+def _dtype(name: str, option: str = "--dtype") -> str:
     from harness.export import DTYPES
 
-    engine, _, dtype = word.strip().partition(":")
-    if engine not in ENGINES or (dtype or "float32") not in DTYPES:
-        raise typer.BadParameter(
-            f"{word.strip()!r} is not ENGINE:DTYPE with engine {', '.join(ENGINES)} and dtype {', '.join(DTYPES)}",
-            param_hint="--peers",
-        )
-    return Peer(engine, dtype or "float32", python, Path(__file__).parents[2] if engine == "engine" else None)
+    if name not in DTYPES:
+        raise typer.BadParameter(f"dtype {name!r} is none of {', '.join(DTYPES)}", param_hint=option)
+    return name

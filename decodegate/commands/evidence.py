@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.outcomes import ExitCode
+from decodegate.output import writable_directory
+from harness.outcomes import ExitCode, Infra, Outcome
 
 if TYPE_CHECKING:
     from harness.builds import Made
@@ -47,15 +48,17 @@ def command(
     lock_timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the device lock.")] = 900.0,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cell may take.")] = 60.0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for evidence.jsonl, .md, .html and .json.")] = Path(
-        "evidence-out"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", callback=writable_directory, help="Directory for evidence.jsonl, .md, .html and .json."),
+    ] = Path("evidence-out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of Markdown.")] = False,
 ) -> None:
     """Run today's checks on two builds of the engine and print the before/after table as Markdown, ready to paste.
 
     A build that aborts, hangs or raises costs its own field of the table and nothing else. The exit code is that of the build
-    after the change: 0 when all of its cells pass, 1 when one is wrong; 4 when there is no before and after to compare.
+    after the change: 0 when all of its cells pass, 1 when one is wrong; 4 when there is no before and after to compare, 75 when
+    all is well but the speed that --bench asks for could not be measured.
 
     Examples:
 
@@ -67,6 +70,7 @@ def command(
     """
     from harness.builds import BuildError, Builds, Source
     from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects, unknown
+    from harness.checkpoints import resolve as find_checkpoint
     from harness.lock import hold
     from harness.outcomes import exit_code
     from harness.targets import TargetError, resolve
@@ -91,19 +95,24 @@ def command(
             file=sys.stderr,
         )
         raise typer.Exit(ExitCode.USAGE)
+    if bench is not None:
+        find_checkpoint(bench)  # before an hour of cells rather than after
     try:
         with Builds(Source.find(getattr(adapter, "package", adapter.name), repo)) as builds:
             before, after = builds.revision(base), builds.revision(head) if head else builds.working_tree()
             with hold("decodegate evidence", timeout=lock_timeout) as waited:
                 table = _run(before, after, cells, out, seed=seed, timeout_s=timeout, target=target, waited=waited)
                 if bench is not None:
-                    table.speed = _measure(before, after, bench, rounds, busy_ok)
+                    _measure(table, before, after, bench, rounds, busy_ok)
     except BuildError as error:
         print(f"decodegate evidence: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.BASELINE_RED) from None
     written = write(table, out)
     print(written["json" if as_json else "md"].read_text("utf-8"), end="")
-    raise typer.Exit(exit_code(row.after.outcome for row in table.rows))
+    outcomes = [row.after.outcome for row in table.rows]
+    if bench is not None and table.speed is None:
+        outcomes.append(Outcome.INFRA)
+    raise typer.Exit(exit_code(outcomes))
 
 
 def _run(
@@ -132,10 +141,21 @@ def _run(
     return Table(head, records)
 
 
-def _measure(before: Made, after: Made, checkpoint: str, rounds: int, busy_ok: bool) -> dict[str, Any]:
-    from harness.evidence import AFTER, BEFORE, measure_speed
+def _measure(table: Table, before: Made, after: Made, checkpoint: str, rounds: int, busy_ok: bool) -> None:
+    """Speed on both builds into the table, ratios after / before; where there is none, the reason as a note."""
+    from harness.bench.process import Peer
+    from harness.bench.run import measure_checkpoint
+    from harness.evidence import AFTER, BEFORE
 
-    def say(text: str) -> None:
-        print(f"bench: {text}", file=sys.stderr)
-
-    return measure_speed({BEFORE: before, AFTER: after}, checkpoint, rounds=rounds, allow_busy=busy_ok, say=say)
+    peers = [Peer("engine", "float32", sys.executable, made, role) for role, made in ((AFTER, after), (BEFORE, before))]
+    try:
+        table.speed = measure_checkpoint(
+            peers,
+            checkpoint,
+            rounds=rounds,
+            allow_busy=busy_ok,
+            say=lambda text: print(f"bench: {text}", file=sys.stderr),
+        )
+    except Infra as error:
+        table.header.notes.append(f"speed was not measured: {error}")
+        print(f"decodegate evidence: {table.header.notes[-1]}", file=sys.stderr)

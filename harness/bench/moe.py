@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
-from harness.bench.process import busy_fraction
-from harness.bench.run import QUIET
-from harness.outcomes import Infra
+from harness.bench.quiet import require_quiet
 
 __all__ = ["BASELINE", "SCHEMA", "measure"]
 
@@ -40,13 +38,7 @@ def measure(
     blas.bind()
     import mlx.core as mx
 
-    warnings = []
-    busy = busy_fraction()
-    if busy > QUIET:
-        text = f"other processes use {busy:.0%} of the machine; figures would not be comparable"
-        if not allow_busy:
-            raise Infra(f"{text}. Wait or end them, or measure all the same with --busy-ok")
-        warnings.append(text)
+    warnings = require_quiet(allow_busy)
     found = [_format(name, rows=rows, experts=experts, top_k=top_k, hidden=hidden, rounds=rounds, say=say) for name in formats]
     environment = {"mlx": metadata.version("mlx"), "device": str(mx.default_device()), "blas": blas.describe()}
     shape = {"rows": rows, "experts": experts, "top_k": top_k, "hidden": hidden, "rounds": rounds}

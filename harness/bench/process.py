@@ -1,4 +1,4 @@
-"""One peer of a benchmark, a process that is asked by lines of JSON; and whether the machine is quiet enough to measure."""
+"""One peer of a benchmark, a process that is asked by lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import Any
 
 import psutil
 
+from harness.bench.quiet import busy_seconds
+from harness.builds import Made
 from harness.outcomes import Infra
 
-__all__ = ["Peer", "PeerProcess", "Sample", "busy_fraction"]
+__all__ = ["Peer", "PeerProcess", "Sample"]
 
 SCRIPTS = Path(__file__).parent / "peers"
 MODULES = {"engine": "mlx", "mlx_lm": "mlx_lm", "transformers": "transformers"}
@@ -27,12 +29,12 @@ INSTALL = {"engine": "mlx", "mlx_lm": "mlx-lm", "transformers": "transformers to
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine in one dtype, run by `python`; `path` is put on PYTHONPATH (our own builds), `label` tells two builds apart."""
+    """An engine in one dtype, run by `python`. `build`: of our engine, which it must import; `label` replaces its name."""
 
     engine: str
     dtype: str
     python: str
-    path: Path | None = None
+    build: Made | None = None
     label: str = ""
 
     @property
@@ -64,13 +66,16 @@ class Sample:
 
 
 class PeerProcess:
-    """A running peer; a context manager that ends it. Raises Infra when it dies or does not answer in time."""
+    """A running peer; a context manager that ends it. Raises Infra when it dies, does not answer in time, or runs another build
+    of our engine than it stands for.
+    """
 
     def __init__(self, peer: Peer, checkpoint: Path, timeout: float) -> None:
         self.peer, self.timeout = peer, timeout
         environment = dict(os.environ)
-        if peer.path is not None:
-            environment["PYTHONPATH"] = os.pathsep.join([str(peer.path), *filter(None, [environment.get("PYTHONPATH")])])
+        if peer.build is not None:
+            inherited = filter(None, [environment.get("PYTHONPATH")])
+            environment["PYTHONPATH"] = os.pathsep.join([str(peer.build.directory), *inherited])
         script = SCRIPTS / f"serve_{peer.engine}.py"
         self.process = subprocess.Popen(
             [peer.python, str(script), str(checkpoint), peer.dtype],
@@ -85,6 +90,13 @@ class PeerProcess:
         for target in (self._read_replies, self._read_complaints):
             threading.Thread(target=target, daemon=True).start()
         self.environment: dict[str, Any] = self._reply()["environment"]
+        imported = self.environment.pop("engine", None)  # a path of this machine, for the proof only
+        if peer.build is not None and not Path(imported).resolve().is_relative_to(peer.build.directory.resolve()):
+            self.close()
+            raise Infra(
+                f"peer {peer.name} imported engine from {imported} instead of its own build; "
+                "does something put that on Python's path before PYTHONPATH?"
+            )
         self.watched = psutil.Process(self.process.pid)
 
     def ask(self, prompt: Sequence[int], decode: int) -> Sample:
@@ -101,7 +113,7 @@ class PeerProcess:
                 f"peer {self.peer.name} stopped after {len(reply['tokens'])} of {decode} tokens; take another prompt length"
             )
         elapsed, after, mine = time.monotonic() - started, psutil.cpu_times(), self.watched.cpu_times()
-        used = _busy(after) - _busy(before) - (mine.user + mine.system - own.user - own.system)
+        used = busy_seconds(after) - busy_seconds(before) - (mine.user + mine.system - own.user - own.system)
         share = min(1.0, max(0.0, used / (elapsed * (psutil.cpu_count() or 1))))
         return Sample(reply["prefill_s"], reply["decode_s"], reply["tokens"], share)
 
@@ -145,14 +157,3 @@ class PeerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _busy(times: Any) -> float:
-    return times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
-
-
-def busy_fraction(seconds: float = 2.0) -> float:
-    """The share of all cores that is in use now, 0 to 1, measured over `seconds` while this process sleeps."""
-    before = psutil.cpu_times()
-    time.sleep(seconds)
-    return max(0.0, (_busy(psutil.cpu_times()) - _busy(before)) / (seconds * (psutil.cpu_count() or 1)))

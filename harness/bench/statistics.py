@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["COVERAGE", "Interval", "interval", "ratio", "shown"]
+__all__ = ["COVERAGE", "Interval", "interval", "ratio", "shown", "verdict"]
 
 COVERAGE = 0.95
 
@@ -49,3 +49,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 def shown(found: Interval) -> bool:
     """Whether the rounds show a difference at all: the interval of the ratio covers COVERAGE and leaves 1 out."""
     return found.coverage >= COVERAGE and not found.low <= 1 <= found.high
+
+
+def verdict(found: Interval) -> str:
+    """In a word, of a ratio of speeds, ours to theirs; ~ where the rounds show no difference."""
+    return "~" if not shown(found) else "faster" if found.median > 1 else "slower"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from harness.bench import moe
+from harness.bench import moe, quiet
 from harness.outcomes import Infra
 from reports.bench_moe import rows, table
 
@@ -40,14 +40,14 @@ def test_what_the_rounds_do_not_show_is_marked():
 
 
 def test_a_busy_machine_is_refused(monkeypatch):
-    monkeypatch.setattr(moe, "busy_fraction", lambda: 0.5)
+    monkeypatch.setattr(quiet, "busy_fraction", lambda: 0.5)
     with pytest.raises(Infra, match="busy-ok"):
         moe.measure(["nvfp4"])
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "affine4"])
 def test_every_contender_computes_the_product(monkeypatch, name: str):
-    monkeypatch.setattr(moe, "busy_fraction", lambda: 0.5)
+    monkeypatch.setattr(quiet, "busy_fraction", lambda: 0.5)
     found = moe.measure([name], rows=40, experts=4, top_k=2, hidden=64, rounds=2, allow_busy=True)
     (measured,) = found["formats"]
     assert len(measured["samples"]) == 3 and all(len(samples) == 2 for samples in measured["samples"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html import unescape
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from decodegate.cli import app
-from harness.outcomes import ExitCode
+from harness import cases
+from harness.bench import quiet
+from harness.cases.build import build
+from harness.outcomes import ExitCode, Infra
 from harness.records import load
 from reports.evidence import speed_notes, speed_rows
 from suites.harness.fixture_engine import MODEL, commit, make_repository, run_git
@@ -172,6 +176,7 @@ def measured(before: float, after: float) -> dict:
     peers = [
         {
             "name": name,
+            "environment": {"blas": "mkl, 2 threads"},
             "samples": [
                 {"decode_tok_s": speed * s, "prefill_tok_s": speed * s} for s in (scatter if name == "after" else scatter[::-1])
             ],
@@ -197,6 +202,44 @@ def test_a_build_that_cannot_be_measured_before_the_change_says_why() -> None:
     result["missing"] = [{"name": "before", "reason": "peer before ended (exit code 1): ImportError"}]
     assert [row.verdict for row in speed_rows(result)] == ["not measured before"] * 2
     assert any("ImportError" in note for note in speed_notes(result))
+
+
+def test_a_checkpoint_to_bench_that_there_is_not_ends_the_run_before_its_cells(tmp_path: Path) -> None:
+    repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
+    with pytest.raises(Infra, match="'nowhere' does not exist"):
+        decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--bench", "nowhere")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_speed_that_cannot_be_measured_is_a_note_on_the_table_and_75(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(quiet, "busy_fraction", lambda: 0.6)
+    repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
+    checkpoint = build(cases.find("llama/gqa"), 0, tmp_path / "checkpoint")
+    ran, report = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--check", REWIND, "--bench", str(checkpoint))
+    assert ran.exit_code == ExitCode.TEMPORARY
+    assert row(report, REWIND)["kind"] == "repaired"
+    assert "note: speed was not measured: other processes use 60%" in ran.stdout
+
+
+def test_speed_of_both_builds_of_our_engine_stands_below_the_table(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(quiet, "busy_fraction", lambda: 0.01)
+    root = Path(__file__).parents[2]
+    repository = make_repository(tmp_path / "repository")
+    shutil.rmtree(repository / "engine")
+    shutil.copytree(root / "engine", repository / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    run_git(repository, "add", "-A")
+    run_git(repository, "-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "--quiet", "-m", "Our engine")
+    (repository / "engine" / "README").write_text("a change")
+    checkpoint = build(cases.find("llama/gqa"), 0, tmp_path / "checkpoint")
+    options = ("--target", "engine", "--base", "HEAD", "--check", INCREMENTAL, "--bench", str(checkpoint), "--rounds", "1")
+    ran, report = decodegate(repository, tmp_path / "out", *options)
+    assert ran.exit_code == ExitCode.OK
+    assert [(peer["name"], peer["build"]["name"]) for peer in report["speed"]["peers"]] == [
+        ("after", "working tree"),
+        ("before", run_git(repository, "rev-parse", "HEAD")[:10]),
+    ]
+    assert "| decode |" in ran.stdout and "n = 1, no interval" in ran.stdout
+    assert report["speed"]["peers"][0]["environment"]["blas"] in ran.stdout
 
 
 def test_what_a_target_declares_that_it_cannot_is_no_verdict_on_the_change(tmp_path: Path) -> None:

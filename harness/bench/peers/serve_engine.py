@@ -13,10 +13,13 @@ def load(checkpoint, dtype):
     model = DirectEngine.load(checkpoint, dtype=dtype)
     model.eos_token_ids = frozenset()  # a peer's loop does not stop there either
 
+    import mlx.core as mx  # not before the engine, which binds a BLAS ahead of it
+
     def generate(prompt, count):
         return (token.id for token in model.generate(prompt, count))
 
-    return {"mlx": version("mlx"), "blas": blas.describe(), "engine": engine.__file__}, generate
+    environment = {"mlx": version("mlx"), "device": str(mx.default_device()), "blas": blas.describe()}
+    return environment | {"engine": engine.__file__}, generate
 
 
 if __name__ == "__main__":
