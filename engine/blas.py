@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["ENVIRONMENT", "bind", "describe"]
+__all__ = ["ENVIRONMENT", "bind", "describe", "variables"]
 
 ENVIRONMENT = "DECODEGATE_BLAS"
 _SYMBOLS = ("cblas_sgemm", "sgemm_")  # either one serves MLX's matmul
@@ -33,6 +33,7 @@ _THREADS = {"mkl": "MKL_Get_Max_Threads", "openblas": "openblas_get_num_threads"
 _SONAMES = ("libmkl_rt.so.2", "libopenblas.so.0", "libopenblas.so")
 
 _chosen: str | None = None
+_variables: dict[str, str] = {}
 
 
 def bind() -> str:
@@ -46,6 +47,11 @@ def bind() -> str:
 def describe() -> str:
     """What the process uses, for people and records: "mkl via libtorch_cpu.so, 2 threads", "off (...)", "none found (...)"."""
     return _chosen or "not bound yet"
+
+
+def variables() -> dict[str, str]:
+    """What `bind` has added to this process' environment; a child process that is another engine's should not inherit it."""
+    return dict(_variables)
 
 
 def _bind(setting: str) -> str:
@@ -104,8 +110,8 @@ def _load(library: str) -> str:
     bound = [symbol for symbol in exported if _address(in_scope, symbol) == _address(local, symbol)]
     if not bound:
         raise OSError("another BLAS was in the global scope before it")
-    if name == "mkl":
-        os.environ.setdefault("MKL_CBWR", "AUTO")  # read at MKL's first product; left there, so that records name it
+    if name == "mkl" and "MKL_CBWR" not in os.environ:  # read at MKL's first product; left there, so that records name it
+        _variables["MKL_CBWR"] = os.environ["MKL_CBWR"] = "AUTO"
     return f"{name} via {Path(library).name}{_threads(local, name)}"
 
 

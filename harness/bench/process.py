@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from engine import blas
 from harness.bench.quiet import busy_seconds
 from harness.builds import Made
 from harness.outcomes import Infra
@@ -72,7 +73,7 @@ class PeerProcess:
 
     def __init__(self, peer: Peer, checkpoint: Path, timeout: float) -> None:
         self.peer, self.timeout = peer, timeout
-        environment = dict(os.environ)
+        environment = {name: value for name, value in os.environ.items() if name not in blas.variables()}
         if peer.build is not None:
             inherited = filter(None, [environment.get("PYTHONPATH")])
             environment["PYTHONPATH"] = os.pathsep.join([str(peer.build.directory), *inherited])

@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from decodegate.cli import app
+from engine import blas
 from harness import cases
+from harness.bench import process as bench_process
 from harness.bench import quiet as bench_quiet
 from harness.bench import run as bench_run
 from harness.bench.process import Peer, PeerProcess
@@ -255,3 +257,15 @@ def test_what_cannot_be_compared_is_a_usage_error(bench, options):
 def test_products_with_experts_have_no_base():
     ran = CliRunner().invoke(app, ["bench", "moe", "--base", "HEAD"])
     assert ran.exit_code == ExitCode.USAGE and "--base" in ran.stderr
+
+
+def test_peers_do_not_inherit_what_our_engine_has_set_in_this_process(monkeypatch, tmp_path):
+    script = "import json, os; print(json.dumps({'environment': {'seen': os.environ.get('MKL_CBWR', 'nothing')}}), flush=True)"
+    (tmp_path / "serve_transformers.py").write_text(script, "utf-8")
+    monkeypatch.setattr(bench_process, "SCRIPTS", tmp_path)
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    peer = Peer("transformers", "float32", sys.executable)
+    for set_by_engine, seen in [({"MKL_CBWR": "AUTO"}, "nothing"), ({}, "AUTO")]:  # in turn; the latter is the user's own
+        monkeypatch.setattr(blas, "_variables", set_by_engine)
+        with PeerProcess(peer, tmp_path, 20.0) as process:
+            assert process.environment["seen"] == seen
