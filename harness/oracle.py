@@ -51,7 +51,7 @@ class Oracle:
     def __init__(self, checkpoint: Path, *, cache_bytes: int = 512 << 20) -> None:
         self.checkpoint = Path(checkpoint)
         self.config, self.weights = load(self.checkpoint)
-        self.reference = reference_models.find(str(self.config.get("model_type")))
+        self.reference = reference_models.find(reference_models.model_type(self.config))
         for name, shape in self.reference.parameters(self.config).items():
             found = self.weights.get(name)
             if found is None or tuple(found.shape) != tuple(shape):
