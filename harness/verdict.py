@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from harness.choice import Choice, fields, in_words
 from harness.oracle import BLOCK_BYTES, Noise, Oracle, row_errors
 from harness.outcomes import Outcome
 from harness.repeats import prefix_ids, repeated
 from harness.replay import Plan, Replay, where
-from harness.routing import Choice, fields, in_words
 from harness.target import Row
 from harness.tolerance import Tolerance, tolerance
 

@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.check import POWER
+from harness.choice import in_words
 from harness.outcomes import Outcome
 from harness.records import Record
-from harness.routing import in_words
 from reports.summary import BAD, MARKS, DtypeFigures, Power, Summary, case_id
 from reports.text import duration, figure, lines, one_line, plural, shorten, times
 

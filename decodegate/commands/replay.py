@@ -13,8 +13,8 @@ from harness.outcomes import ExitCode
 
 if TYPE_CHECKING:
     from harness.cells import Cell, Subject
+    from harness.choice import Choice
     from harness.records import Record
-    from harness.routing import Choice
     from harness.verdict import JudgedRow
 
 __all__ = ["register"]

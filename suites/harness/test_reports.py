@@ -20,9 +20,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from decodegate.commands.report import register
+from harness.choice import in_words
 from harness.outcomes import Outcome
 from harness.records import Header, Record
-from harness.routing import in_words
 from reports import html, job_summary, junit, markdown, read, terminal, write_all
 from reports.summary import MARKS, Run, Summary
 from reports.text import code_span, duration, figure, visible

@@ -14,12 +14,13 @@ from decodegate.commands.replay import _show
 from harness.cases import find
 from harness.cases.build import build
 from harness.checkpoints import shipped
+from harness.choice import in_words
 from harness.oracle import Noise, Oracle
 from harness.outcomes import Outcome
 from harness.prompts import Source
 from harness.records import Record, decode, encode
 from harness.replay import Plan, Replay
-from harness.routing import Routing, compare, in_words
+from harness.routing import Routing, compare
 from harness.schedule import Schedule
 from harness.target import Row
 from harness.tokens import TokenStream, special_ids
@@ -85,7 +86,7 @@ def test_a_margin_that_rounding_reaches_is_said_with_its_position() -> None:
 
 
 def test_a_choice_that_the_reference_itself_makes_otherwise_in_the_dtype_is_said() -> None:
-    said = "the reference itself, in bfloat16, chooses others for 1 token up to here, last at position 2"
+    said = "the reference itself, in bfloat16, chooses other experts for 1 token up to here, last at position 2"
     assert said in judged(3, 1e-9, [2]).message
     assert WORD not in judged(3, 1e-9, [2]).message
     assert "2 tokens up to here, last at position 3" in judged(3, 1e-9, [2, 3]).message
