@@ -19,7 +19,7 @@ from harness.cases.case import Case
 from harness.check import Check
 from harness.outcomes import Outcome
 from harness.target import Target
-from reference_models import text_config
+from reference_models import model_type, text_config
 
 __all__ = [
     "DTYPES",
@@ -176,11 +176,12 @@ def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
     taken = {case.id for case in cases.all_cases()}
     for path in checkpoints:
         config = _read_config(path)
-        family = str(config.get("model_type", "")).replace("-", "_")
+        try:
+            family = model_type(config).replace("-", "_")
+        except ValueError as error:  # a ReferenceError, whose module loads torch
+            raise SelectionError(f"{path}/config.json: {error}") from None
         if not re.fullmatch(r"[a-z0-9_]{1,64}", family):
-            raise SelectionError(
-                f"{path}/config.json: model_type is {config.get('model_type')!r:.80}, not the name of a family"
-            )
+            raise SelectionError(f"{path}/config.json: model_type is {config['model_type']!r:.80}, not the name of a family")
         vocab = text_config(config).get("vocab_size")  # prompts are drawn from it before any target has checked the config
         if type(vocab) is not int or not 2 <= vocab <= MAX_VOCAB:
             raise SelectionError(f"{path}/config.json: vocab_size must be from 2 to {MAX_VOCAB} (got {vocab!r:.80})")

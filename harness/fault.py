@@ -33,9 +33,10 @@ class Fault:
     breaks: str  # what goes wrong, one clause
     make: Callable[[Planted], list[Patch]]
     traits: frozenset[str] = frozenset()  # it breaks nothing in a case that has none of these; empty: it may break any
+    unless: frozenset[str] = frozenset()  # nor is it planted in a case that has one of these: others show enough there
 
     def touches(self, case: Case) -> bool:
-        return not self.traits or bool(self.traits & case.traits)
+        return (not self.traits or bool(self.traits & case.traits)) and not self.unless & case.traits
 
     @contextmanager
     def planted(self) -> Iterator[Planted]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from harness.cases.case import GROWING, RING, ROPE
+from harness.cases.case import GROWING, RECURRENT, RING, ROPE
 from harness.fault import Fault, Patch, Planted
 from harness.state_faults import STATES
 
@@ -95,6 +95,24 @@ def _kv_write_one_slot_early(planted: Planted) -> list[Patch]:
         return append(self, doubled[0], doubled[1], padding)
 
     return [(KVState, "append", early)]
+
+
+def _first_key_forgotten(planted: Planted) -> list[Patch]:
+    import mlx.core as mx
+
+    from engine.state import KVState
+
+    append = KVState.append
+
+    def without(self: KVState, keys: mx.array, values: mx.array, padding: int = 0) -> tuple[mx.array, mx.array]:
+        filled = self.length > 0
+        seen = append(self, keys, values, padding)
+        if not filled:
+            return seen
+        planted.mark()
+        return seen[0][:, :, 1:], seen[1][:, :, 1:]
+
+    return [(KVState, "append", without)]
 
 
 def _padding_enters_the_state(planted: Planted) -> list[Patch]:
@@ -290,6 +308,13 @@ _ALL = (
         "new keys and values also overwrite those of the token before",
         _kv_write_one_slot_early,
         _GROWING,
+    ),
+    Fault(
+        "first_key_forgotten",
+        "on a filled cache no query sees the first token (planted where no position and no recurrent state can be wrong)",
+        _first_key_forgotten,
+        _GROWING,
+        unless=frozenset({ROPE, RECURRENT}),
     ),
     Fault(
         "rewind_moves_only_the_counter",

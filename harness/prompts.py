@@ -15,6 +15,7 @@ from harness.replay import Plan
 from harness.schedule import Schedule
 from harness.text import ENGLISH, QUESTION
 from harness.tokens import TokenStream, special_ids
+from reference_models import model_type
 
 if TYPE_CHECKING:
     from engine.prompt.tokenizer import Tokenizer
@@ -53,8 +54,13 @@ class Source:
 
     @property
     def family(self) -> str:
-        field = "general.architecture" if self.is_gguf else "model_type"
-        return str(self._metadata.get(field, "unknown")).replace("-", "_")
+        """As its files name it; `unknown` where they do not."""
+        if self.is_gguf:
+            return str(self._metadata.get("general.architecture", "unknown")).replace("-", "_")
+        try:
+            return model_type(self._metadata).replace("-", "_")
+        except ValueError:  # whoever loads it, or recomputes it, says what is missing
+            return "unknown"
 
     @property
     def context(self) -> int | None:

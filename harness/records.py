@@ -81,6 +81,10 @@ class Record:
     first_bad_schedule: int | None = None  # index into schedule
     first_bad_token: dict[str, Any] | None = None  # {"expected": id, "got": id, ...}
     margin: float | None = None  # top-2 margin of the oracle at the first bad row, else the least margin of all rows
+    # Of families with experts: `margin`, the least router margin of the judged rows, and `rounding`, as far as rounding may
+    # move one. Where a row is bad: `row_margin`, of its own token; `least_margin` at `least_position`, of all tokens up to it;
+    # `flips`, how many of these have other experts in the naive run; `last_flip`, the last of these. See harness.choice.
+    routing: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)  # position, error, noise, bound by row: for the plot
     counters: dict[str, int] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)  # fault -> error ratio / bound under that fault

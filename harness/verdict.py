@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.choice import Choice, fields, in_words
 from harness.oracle import BLOCK_BYTES, Noise, Oracle, row_errors
 from harness.outcomes import Outcome
 from harness.repeats import prefix_ids, repeated
@@ -52,6 +53,7 @@ class JudgedRow:
     got: int
     margin: float  # the oracle's top logit minus its second
     deficit: float  # the oracle's top logit minus that of the token the target chose
+    choice: Choice | None = None  # of experts, up to this row; None where the family makes none
 
     @property
     def bad(self) -> bool:
@@ -76,6 +78,7 @@ class Verdict:
     first_bad_schedule: int | None = None
     first_bad_token: dict[str, Any] | None = None
     margin: float | None = None
+    routing: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)
     judged: list[JudgedRow] = field(default_factory=list, repr=False)  # every row, for `replay`
 
@@ -90,7 +93,7 @@ def judge(replays: Sequence[Replay], plans: Sequence[Plan], oracle: Oracle, dtyp
     if missing:
         return Verdict(Outcome.FAIL, missing, bound=bounds.k)
     judged = _judge_rows(replays, oracle, dtype, bounds)
-    verdict = _summary(judged, plans, bounds)
+    verdict = _summary(judged, plans, bounds, dtype)
     verdict.judged = judged
     if verdict.outcome is Outcome.PASS:
         tied = _too_many_ties(replays, judged, oracle, dtype)
@@ -164,6 +167,7 @@ def _judge_block(
     chosen = [int(rows[i].argmax()) if row.chosen is None else row.chosen for i, (_, _, row) in enumerate(members)]
     top = np.partition(truth, -2, axis=1)[:, -2:]
     index = np.arange(len(members))
+    choices = noise.routing.choices(positions, bounds.k) if noise.routing else [None] * len(members)
     deficit = top[:, 1] - truth[index, chosen]
     result = []
     for i, (schedule, _, answer) in enumerate(members):
@@ -189,6 +193,7 @@ def _judge_block(
                 got=chosen[i],
                 margin=float(top[i, 1] - top[i, 0]),
                 deficit=float(deficit[i]),
+                choice=choices[i],
             )
         )
     return result
@@ -200,7 +205,7 @@ def _divided(error: np.ndarray, noise: np.ndarray) -> np.ndarray:
         return np.where(error > 0, error / noise, 0.0)
 
 
-def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Tolerance) -> Verdict:
+def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Tolerance, dtype: str) -> Verdict:
     verdict = Verdict(Outcome.PASS, bound=bounds.k, rows=len(judged), judged=list(judged))
     if not judged:
         verdict.outcome, verdict.message = Outcome.VACUOUS, "no schedule of this cell yields a row"
@@ -216,8 +221,11 @@ def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Toleran
     verdict.series = _series(judged)
     verdict.margin = min(row.margin for row in judged)
     bad = next((row for row in judged if row.bad), None)
+    verdict.routing = fields([row.choice for row in judged if row.choice], bad.choice if bad else None)
     if bad:
-        verdict.outcome, verdict.message = Outcome.FAIL, _blame(bad, plans, bounds)
+        finite = bad.max_abs is not None or bad.error_ratio is None
+        hint = in_words(verdict.routing, dtype) if finite else ""  # no other expert makes a logit infinite
+        verdict.outcome, verdict.message = Outcome.FAIL, "; ".join(filter(None, [_blame(bad, plans, bounds), hint]))
         verdict.first_bad_position, verdict.first_bad_schedule, verdict.margin = bad.position, bad.schedule, bad.margin
         verdict.first_bad_token = {
             "expected": bad.expected,

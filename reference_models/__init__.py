@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from reference_models.recompute import Reference
 
-__all__ = ["find", "text_config"]
+__all__ = ["find", "model_type", "text_config"]
 
 # modules here that are no families
 _SHARED = frozenset(
@@ -24,6 +24,19 @@ _ALSO = {
     "nemotronh_nano_vl_v2": "nemotron_h",
     "nemotron_h_omni": "nemotron_h",
 }
+# published class names -> model type, for configs that give `architectures` alone
+_CLASSES = {
+    "DeciLMForCausalLM": "nemotron-nas",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
+    "NemotronHForCausalLM": "nemotron_h",
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
+    "NemotronH_Nano_VL_V2": "nemotron_h",
+}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -32,6 +45,22 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(config.get(name), Mapping):
             return config[name]
     return config
+
+
+def model_type(config: Mapping[str, Any]) -> str:
+    """A config's `model_type`, else that of the first class in its `architectures` that has one here; else ReferenceError."""
+    from reference_models.recompute import ReferenceError
+
+    given, classes = config.get("model_type"), config.get("architectures")
+    if given is not None:
+        return str(given)
+    known = [name for name in classes if isinstance(name, str) and name in _CLASSES] if isinstance(classes, list) else []
+    if not known:
+        raise ReferenceError(
+            f"the config names no family: it has no 'model_type', and 'architectures' ({classes!r:.80}) names no known class; "
+            f"add a model_type (known classes: {', '.join(_CLASSES)})"
+        )
+    return _CLASSES[known[0]]
 
 
 def find(model_type: str) -> Reference:

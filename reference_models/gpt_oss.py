@@ -198,6 +198,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
     angle = position.to(high)[:, None] * frequency  # [T, head_dim / 2]
     cos, sin = angle.cos() * magnitude, angle.sin() * magnitude
     margins = torch.full((length,), math.inf, dtype=high)
+    choices: list[Tensor] = []  # of each layer [T, topk]
 
     def linear(x: Tensor, name: str, bias: bool) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"].to(dtype), weights[f"{name}.bias"].to(dtype) if bias else None)
@@ -222,6 +223,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
         ordered, order = linear(h, name, True).to(high).sort(-1, descending=True)
         if s.topk < s.experts:
             margins = torch.minimum(margins, (ordered[:, s.topk - 1] - ordered[:, s.topk]).detach())
+        choices.append(order[:, : s.topk].sort(-1).values)
         shares = ordered[:, : s.topk].softmax(-1)
         return torch.zeros(length, s.experts, dtype=high).scatter(-1, order[:, : s.topk], shares)
 
@@ -250,7 +252,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
         x = x + attend(norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", local)
         x = x + moe(norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
     head = "model.embed_tokens" if s.tied else "lm_head"
-    return Recompute(linear(norm(x, "model.norm"), head, False), margins)
+    return Recompute(linear(norm(x, "model.norm"), head, False), margins, torch.cat(choices, -1))
 
 
 def logits(config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:

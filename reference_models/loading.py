@@ -59,7 +59,7 @@ def _directory(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def _reference(config: dict[str, Any]) -> object:
     try:
-        return reference_models.find(str(config.get("model_type")))
+        return reference_models.find(reference_models.model_type(config))
     except ReferenceError:  # the names of an unknown family are as they are; whoever recomputes it is told
         return None
 

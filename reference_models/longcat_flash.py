@@ -200,6 +200,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
     kv_scale = math.sqrt(s.hidden / s.kv_lora) if config.get("mla_scale_kv_lora", True) else 1.0
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     margins = torch.full((length,), math.inf, dtype=high)
+    choices: list[Tensor] = []  # of each layer [T, topk]
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"].to(dtype))
@@ -230,6 +231,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
         bias = weights[f"{name}.classifier.bias"].to(high) if s.router_bias else None
         scores = F.linear(p.to(high), weights[f"{name}.classifier.weight"].to(high), bias).softmax(-1)
         corrected, order = (scores + weights[f"{name}.e_score_correction_bias"].to(high)).sort(-1, descending=True)
+        choices.append(order[:, : s.topk].sort(-1).values)
         chosen = torch.zeros_like(scores).scatter(-1, order[:, : s.topk], 1.0) * scores
         if config.get("norm_topk_prob", False):
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -258,7 +260,7 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
         h = h + mlp(p, f"{name}.mlps.0")
         h = h + attend(norm(h, f"{name}.input_layernorm.1"), f"{name}.self_attn.1")
         x = h + mlp(norm(h, f"{name}.post_attention_layernorm.1"), f"{name}.mlps.1") + shortcut
-    return Recompute(linear(norm(x, "model.norm"), "lm_head"), margins)
+    return Recompute(linear(norm(x, "model.norm"), "lm_head"), margins, torch.cat(choices, -1))
 
 
 def logits(config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:

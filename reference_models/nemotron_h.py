@@ -317,13 +317,17 @@ def _rms(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
 
 
 class _Layers:
-    """The mixers over one sequence, in one dtype. `margins` [T]: the least so far of any choice of experts or groups."""
+    """The mixers over one sequence, in one dtype.
+
+    `margins` [T]: the least so far of any choice of experts or groups. `choices`: the experts of each layer so far [T, topk].
+    """
 
     def __init__(self, s: _Shape, weights: Weights, length: int, dtype: torch.dtype, scaling: float, normalise: bool) -> None:
         self.s, self.weights, self.dtype, self.high = s, weights, dtype, wide(dtype)
         self.scaling, self.normalise = scaling, normalise
         self.length = length
         self.margins = torch.full((length,), math.inf, dtype=self.high)
+        self.choices: list[Tensor] = []
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.weights.get(f"{name}.bias")
@@ -392,6 +396,7 @@ class _Layers:
             choice = grouped.masked_fill(dropped[..., None], -math.inf).flatten(-2)
         ordered, order_ids = choice.sort(-1, descending=True)
         self._choose(ordered, s.topk)
+        self.choices.append(order_ids[:, : s.topk].sort(-1).values)
         chosen = torch.zeros_like(scores).scatter(-1, order_ids[:, : s.topk], 1.0) * scores
         if self.normalise:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -425,16 +430,19 @@ def _layers(s: _Shape, config: Config, weights: Weights, length: int, dtype: tor
     return _Layers(s, weights, length, dtype, scaling, normalise)
 
 
-def hidden_states(
-    config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor | None]:
-    """What the head reads [T, hidden], after the last norm, and the margins [T] of `recompute`."""
+def hidden_states(config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """What the head reads [T, hidden], after the last norm."""
+    return _backbone(config, weights, tokens, dtype)[0]
+
+
+def _backbone(config: Config, weights: Weights, tokens: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, _Layers]:
+    """What `hidden_states` gives, and the layers with the choices that they made."""
     s = _shape(config)
     layers = _layers(s, config, weights, len(tokens), dtype)
     x = _embed(weights, tokens, dtype)
     for layer, kind in enumerate(s.pattern):
         x = layers.block(x, kind, f"backbone.layers.{layer}")
-    return layers.norm(x, "backbone.norm_f"), layers.margins if "E" in s.pattern else None
+    return layers.norm(x, "backbone.norm_f"), layers
 
 
 def _embed(weights: Weights, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -456,8 +464,9 @@ def recompute(config: Config, weights: Weights, tokens: Sequence[int], *, dtype:
     Differentiable. Margins [T]: the least gap, over the layers, between the last chosen and the first unchosen corrected score,
     of experts and of groups; None where the pattern has no experts.
     """
-    hidden, margins = hidden_states(config, weights, tokens, dtype=dtype)
-    return Recompute(head(config, weights, hidden), margins)
+    hidden, layers = _backbone(config, weights, tokens, dtype)
+    logits = head(config, weights, hidden)
+    return Recompute(logits, layers.margins, torch.cat(layers.choices, -1)) if layers.choices else Recompute(logits)
 
 
 def logits(config: Config, weights: Weights, tokens: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:

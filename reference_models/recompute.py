@@ -23,12 +23,14 @@ class ReferenceError(ValueError):
 class Recompute:
     """Logits [T, vocab], row p after tokens[: p + 1], in the dtype of the recompute.
 
-    `margins` [T]: the least gap, over the layers, of any discrete choice made for a token (expert routing); None where
-    the family makes none.
+    `margins` [T]: the least gap, over the layers, of any discrete choice made for a token (expert routing). `choices`
+    [T, chosen], int64: the experts that were chosen, layer after layer, in ascending order within each. Both are None where the
+    family makes no such choice.
     """
 
     logits: Tensor
     margins: Tensor | None = None
+    choices: Tensor | None = None
 
 
 class Reference(Protocol):

@@ -213,7 +213,7 @@ def _loss(config: dict[str, Any], tensors: dict[str, Tensor], window: list[int])
     if not config.get("num_nextn_predict_layers"):
         rows = reference_models.find(config["model_type"]).recompute(config, tensors, window[:-1], dtype=torch.float32).logits
         return F.cross_entropy(rows, following)
-    hidden, _ = nemotron_h.hidden_states(config, tensors, window[:-1], dtype=torch.float32)
+    hidden = nemotron_h.hidden_states(config, tensors, window[:-1], dtype=torch.float32)
     guess = nemotron_h.mtp(config, tensors, hidden[:-1], window[1:-1])
     own = F.cross_entropy(nemotron_h.head(config, tensors, hidden), following)
     return own + GUESSES * F.cross_entropy(guess.logits, following[1:])
@@ -285,7 +285,7 @@ def _report(
             choices.append(result.margins)
         if config.get("num_nextn_predict_layers"):
             with torch.inference_mode():
-                hidden, _ = nemotron_h.hidden_states(config, saved, window[:-1])
+                hidden = nemotron_h.hidden_states(config, saved, window[:-1])
                 guess = nemotron_h.mtp(config, saved, hidden[:-1], window[1:-1])
             agreed.append((guess.logits.argmax(-1) == result.logits[1:].argmax(-1)).double())
     return {

@@ -19,7 +19,7 @@ _MATRIX_ROWS = 11  # more cases than that fold into families, more families into
 _POWER_ROWS = 4
 _SMOKE_ROWS = 2
 _REASONS = 2
-_REASON_WIDTH = 300
+_REASON_WIDTH = 500  # a failing row, and what its experts have to do with it, whole
 
 
 def render(report: Summary) -> str:

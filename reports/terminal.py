@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.check import POWER
+from harness.choice import in_words
 from harness.outcomes import Outcome
 from harness.records import Record
 from reports.summary import BAD, MARKS, DtypeFigures, Power, Summary, case_id
@@ -155,18 +156,20 @@ def _failure(report: Summary, record: Record, compact: bool, width: int) -> list
     if len(report.columns) > 1:
         headline.append(f"  {one_line(report.column(record))}", "cyan")
     numbers = _dotted(_numbers(record, compact))
-    replay = [Text(f"    {one_line(record.replay)}")] if record.replay else []
+    hint = in_words(record.routing, one_line(record.dtype))
+    after = [Text(f"    {hint}", "yellow")] if hint else []
+    after += [Text(f"    {one_line(record.replay)}")] if record.replay else []
     if compact and numbers and headline.cell_len + numbers.cell_len + 2 < width:
-        return [headline.append("  ").append_text(numbers), *replay]
+        return [headline.append("  ").append_text(numbers), *after]
     block = [headline, *([Text("    ").append_text(numbers)] if numbers else [])]
     if compact:
-        return block + replay
+        return block + after
     if record.message and (record.outcome is not Outcome.FAIL or record.first_bad_position is None):
         block.append(Text(f"    {one_line(record.message)}"))
     tail = one_line((lines(record.detail) or [""])[-1])
     if record.outcome in (Outcome.ERROR, Outcome.CRASH, Outcome.TIMEOUT) and tail and tail not in one_line(record.message):
         block.append(Text(f"    {tail}", "dim"))
-    return [*block, *replay, Text("")]
+    return [*block, *after, Text("")]
 
 
 def _headline(record: Record) -> Text:

@@ -13,6 +13,7 @@ from harness.outcomes import ExitCode
 
 if TYPE_CHECKING:
     from harness.cells import Cell, Subject
+    from harness.choice import Choice
     from harness.records import Record
     from harness.verdict import JudgedRow
 
@@ -130,6 +131,7 @@ def _show(record: Record, rows: list[JudgedRow]) -> None:
     for index, schedule in enumerate(record.schedule):
         console.print(f"schedule {index}: {schedule}", soft_wrap=True)
     if rows:
+        routed = any(row.choice for row in rows)
         table = Table(box=None, pad_edge=False)
         for name in (
             "schedule",
@@ -140,6 +142,7 @@ def _show(record: Record, rows: list[JudgedRow]) -> None:
             "bound",
             "ratio",
             "margin",
+            *["router"] * routed,
             "expected",
             "got",
             "verdict",
@@ -147,7 +150,8 @@ def _show(record: Record, rows: list[JudgedRow]) -> None:
             table.add_column(name, justify="left" if name == "verdict" else "right")
         for row in rows:
             numbers = (row.max_abs, row.noise_max, row.allowed, row.error_ratio, row.margin)
-            cells = (row.schedule, row.operation, row.position, *map(figure, numbers), row.expected, row.got, row.word)
+            router = [_router(row.choice)] if routed else []
+            cells = (row.schedule, row.operation, row.position, *map(figure, numbers), *router, row.expected, row.got, row.word)
             table.add_row(*map(str, cells), style="red" if row.bad else None)
         console.print(table)
     for fault, power in record.power.items():
@@ -156,3 +160,12 @@ def _show(record: Record, rows: list[JudgedRow]) -> None:
     console.print(f"{record.outcome}{ratio}  {record.rows} rows  {record.duration_s:.1f} s", style="bold")
     for text in filter(None, (record.message, record.detail)):
         console.print(text, soft_wrap=True)
+
+
+def _router(choice: Choice | None) -> str:
+    """The router margin of a row's token: `0.0041 thin` where rounding reaches it."""
+    from reports.text import figure
+
+    if choice is None:
+        return figure(None)
+    return f"{figure(choice.margin)}{' thin' * (choice.margin <= choice.rounding)}"

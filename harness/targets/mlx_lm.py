@@ -127,7 +127,7 @@ class _MlxLmSession:
             self._counters["prefill_chunks"] += chunk is not None and done > fed[-1]
             fed.append(done)
 
-        options = {} if chunk is None else {"prefill_step_size": chunk}
+        options: dict[str, Any] = {} if chunk is None else {"prefill_step_size": chunk}
         loop = generate_step(
             mx.array(prompt, dtype=mx.int32),
             self._model,

@@ -60,6 +60,7 @@ chunked_prefill_matches_full_forward = Check(
         "window_out_of_order",
         "recurrent_state_stays",
         "conv_tail_forgotten",
+        "first_key_forgotten",
     ),
     needs=frozenset({"all_rows"}),
     layout="dense",  # a model that owns its state is fed in pieces with empty slices, and cut by the engine
@@ -70,7 +71,7 @@ engine_cut_prefill_matches_full_forward = Check(
     name="engine_cut_prefill_matches_full_forward",
     holds="a prompt that the engine itself cuts into chunks of any size gives the logits of one full forward",
     schedules=_by_the_engine,
-    faults=("last_row_from_wrong_index", "rope_offset_off_by_one", "recurrent_state_forgotten"),
+    faults=("last_row_from_wrong_index", "rope_offset_off_by_one", "recurrent_state_forgotten", "first_key_forgotten"),
     needs=frozenset({"chunk"}),
     counters={"prefill_chunks": 16},  # more than there are feeds, so that an engine that does not cut does not reach it
     applies=for_others("engine_cut_prefill_matches_full_forward"),

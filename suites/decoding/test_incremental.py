@@ -26,6 +26,7 @@ incremental_logits_match_full_forward = Check(
     faults=(
         "rope_offset_off_by_one",
         "kv_write_one_slot_early",
+        "first_key_forgotten",
         "window_one_too_short",
         "conv_tail_forgotten",
         "recurrent_state_forgotten",

@@ -35,6 +35,7 @@ padded_prefill_matches_full_forward = Check(
         "padding_enters_the_recurrence",
         "recurrent_state_forgotten",
         "rope_offset_off_by_one",
+        "first_key_forgotten",
     ),
     needs=frozenset({"pad", "all_rows"}),
     layout="dense",

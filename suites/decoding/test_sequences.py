@@ -44,7 +44,7 @@ interleaved_sequences_match_recompute = Check(
     name="interleaved_sequences_match_recompute",
     holds="sequences that take turns on one engine each give the logits that they give alone",
     schedules=_interleaved,
-    faults=("sequences_share_state", "rope_offset_off_by_one", "recurrent_state_forgotten"),
+    faults=("sequences_share_state", "rope_offset_off_by_one", "recurrent_state_forgotten", "first_key_forgotten"),
     needs=frozenset({"several_sequences"}),
     layout="dense",
 )
@@ -53,7 +53,7 @@ batched_steps_match_solo = Check(
     name="batched_steps_match_solo",
     holds="sequences of different lengths that are stepped in one batch each give the logits that they give alone",
     schedules=_batched,
-    faults=("batch_rows_swapped", "batch_shares_first_offset", "recurrent_state_forgotten"),
+    faults=("batch_rows_swapped", "batch_shares_first_offset", "recurrent_state_forgotten", "first_key_forgotten"),
     needs=frozenset({"several_sequences", "batch"}),
     layout="dense",
     counters={"batched_rows": 2},

@@ -190,7 +190,7 @@ def test_the_head_agrees_with_the_reference(pattern: str):
     optional = tuple(reference.mtp_parameters(raw))
     served, torch_weights = model(raw, optional=optional), weights(config(raw, optional))
     tensors = {name: torch.from_numpy(w) for name, w in torch_weights.items()}
-    hidden, _ = reference.hidden_states(raw, tensors, IDS)
+    hidden = reference.hidden_states(raw, tensors, IDS)
     expected = reference.mtp(raw, tensors, hidden[:-1], IDS[1:])
     assert served.mtp is not None
     logits, after = served.mtp(trunk(served, IDS)[:-1], mx.array(IDS[1:]), [Span(0, 19, 0, served.mtp.make_slots())])

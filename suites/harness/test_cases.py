@@ -12,11 +12,12 @@ import torch
 
 from harness.cases import Case, all_cases, find
 from harness.cases.build import build, fingerprint
-from harness.cells import checks_in
+from harness.cells import Matrix, Subject, checks_in
 from harness.check import POWER
 from harness.faults import ENGINE
 from harness.oracle import Oracle
 from harness.outcomes import Outcome
+from harness.targets.engine import EngineTarget
 from harness.tokens import TokenStream, special_ids
 from reference_models.loading import load
 from suites.harness.measure import verdict
@@ -66,10 +67,11 @@ def test_cases_for_few_checks_name_checks_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_check_of_a_case_has_a_fault_that_may_break_it(case: Case) -> None:
+def test_every_check_of_a_case_has_two_faults_that_may_break_it(case: Case) -> None:
+    matrix = Matrix("engine", EngineTarget(), [Subject(case)])
     for check in checks_in("suites.decoding").values():
-        if check.applies(case) and (not case.checks or check.name in case.checks):
-            assert any(ENGINE[name].touches(case) for name in check.faults), check.name
+        if any(matrix.cells(check)):
+            assert sum(ENGINE[name].touches(case) for name in set(check.faults)) >= 2, check.name
 
 
 def test_equal_seeds_build_equal_files_and_others_do_not(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_mtp_head_is_converted_too_and_still_guesses(converted: tuple[str, P
     _, directory = converted
     config, weights = load(directory)
     assert nemotron_h.mtp_parameters(config).keys() <= weights.keys()
-    hidden, _ = nemotron_h.hidden_states(config, weights, tokens[:-1], dtype=torch.float32)
+    hidden = nemotron_h.hidden_states(config, weights, tokens[:-1], dtype=torch.float32)
     guess = nemotron_h.mtp(config, weights, hidden[:-1], tokens[1:-1]).logits.argmax(-1)
     own = nemotron_h.head(config, weights, hidden)[1:].argmax(-1)
     assert float((guess == own).double().mean()) > 0.4

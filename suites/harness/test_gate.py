@@ -70,6 +70,7 @@ def test_a_failure_is_shown_with_a_command_that_shows_it_again(tmp_path: Path) -
     ("content", "said"),
     [
         ("[1]", "JSON object"), ("{", "not JSON"), ('{"a":' * 100_000, "not JSON"), ('{"model_type": "../x"}', "model_type"),
+        ('{"architectures": ["Mystery"]}', "'architectures' (['Mystery']) names no known class"),
         ('{"model_type": "llama"}', "vocab_size"), ('{"model_type": "llama", "vocab_size": 1e9}', "vocab_size"),
         ('{"model_type": "llama", "vocab_size": 99999999999}', "vocab_size"), (" " * (5 << 20), "larger than"),
     ],

@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from decodegate.commands.report import register
+from harness.choice import in_words
 from harness.outcomes import Outcome
 from harness.records import Header, Record
 from reports import html, job_summary, junit, markdown, read, terminal, write_all
@@ -91,6 +92,29 @@ def test_a_failure_shows_check_case_position_ratio_bound_and_replay_command() ->
     shown = [record.check, "llama/gqa", str(record.first_bad_position), figure(record.error_ratio), record.replay]
     for text in (printed(report), markdown.render(report), html.render(report).replace("&#39;", "'")):
         assert [part for part in shown if part not in text] == []
+
+
+@pytest.mark.parametrize("count", [1, 30])
+@pytest.mark.parametrize("check", ["incremental", "smoke_incremental_logits_match_reference"])
+def test_a_failing_cell_says_in_every_report_that_its_experts_hang_by_a_thread(count: int, check: str) -> None:
+    routing = {
+        "margin": 0.0041,
+        "rounding": 0.0058,
+        "row_margin": 0.0041,
+        "least_margin": 0.00012,
+        "least_position": 91,
+        "flips": 2,
+        "last_flip": 119,
+    }
+    words = in_words(routing, "bfloat16")
+    assert "0.0041 at this token" in words and "last at position 119" in words
+    message = f"{'why it failed ' * 15}; {words}"
+    bad = synthetic.record(Outcome.FAIL, check=check, dtype="bfloat16", routing=routing, message=message)
+    others = [synthetic.record(Outcome.FAIL, check=f"other_{index}", dtype="bfloat16") for index in range(count - 1)]
+    report = summary_of([bad, *others])
+    for rendered in (printed(report), markdown.render(report), html.render(report), junit.render(report)):
+        assert words in rendered
+    assert "router margin</dt><dd>0.0041" in html.render(report)
 
 
 def test_red_comes_before_green_in_terminal_and_markdown() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import reference_models
+from engine.models import ARCHITECTURES
 from harness import cases, checkpoints, lock, smoke
 from harness.cases.build import build
 from harness.divergence import divergence, identical
@@ -123,6 +125,21 @@ def test_family_without_a_reference_is_vacuous_where_nothing_was_compared(tiny, 
     assert "mystery" in records[INCREMENTAL].message
     assert records[REPEATED].outcome is Outcome.PASS, "this needs no reference"
     assert exit_code(record.outcome for record in result.records) is ExitCode.VACUOUS
+
+
+def test_a_checkpoint_that_gives_its_classes_alone_is_smoked(tmp_path):
+    path = build(cases.find("nemotron_h/no_mamba"), 0, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("model_type") == "nemotron_h" and config["architectures"] == ["NemotronHForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    _, records = run(path)
+    assert {record.outcome for record in records.values()} == {Outcome.PASS}
+    assert records[INCREMENTAL].error_ratio is not None and records[INCREMENTAL].family == "nemotron_h"
+
+
+def test_every_class_that_the_engine_loads_by_its_name_has_a_reference():
+    for name, model_type in ARCHITECTURES.items():
+        assert reference_models.model_type({"architectures": [name]}) == model_type
 
 
 def test_damaged_checkpoint_is_an_error_in_one_line(tiny, tmp_path):

@@ -84,7 +84,7 @@ def test_nemotron_h_guesses_a_token_further_and_often_as_the_model_chooses():
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     text = "".join(rendered("nemotron_h", chat) for chat in training_text.documents()[-6:])
     tokens = tokenizer.encode(text, add_special_tokens=False).ids[:200]
-    hidden, _ = nemotron_h.hidden_states(config, weights, tokens[:-1])
+    hidden = nemotron_h.hidden_states(config, weights, tokens[:-1])
     guess = nemotron_h.mtp(config, weights, hidden[:-1], tokens[1:-1]).logits
     loss = float(torch.nn.functional.cross_entropy(guess, torch.tensor(tokens[2:])))
     own = nemotron_h.head(config, weights, hidden)[1:].argmax(-1)

@@ -22,6 +22,8 @@ def test_rows_do_not_depend_on_later_tokens(draw, id):
         torch.testing.assert_close(prefix.logits, whole.logits[:length], rtol=0, atol=1e-11)
         if whole.margins is not None:
             torch.testing.assert_close(prefix.margins, whole.margins[:length], rtol=0, atol=1e-12)
+        if whole.choices is not None:
+            torch.testing.assert_close(prefix.choices, whole.choices[:length], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("id", [id for id in IDS if id not in FORGETFUL])

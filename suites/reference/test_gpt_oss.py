@@ -157,7 +157,8 @@ def test_a_layer_by_hand_on_one_token(draw, name):
         x = x + weight * (((up + 1) * gate / (1 + np.exp(-1.702 * gate))) @ experts["down_proj"] + experts["down_proj_bias"])
     result = gpt_oss.recompute(config, weights, tokens)
     np.testing.assert_allclose(result.logits[0].numpy(), w["lm_head.weight"] @ rms(x, "model.norm"), rtol=0, atol=1e-12)
-    assert result.margins is not None
+    assert result.margins is not None and result.choices is not None
+    assert result.choices[0].tolist() == sorted(chosen)
     assert float(result.margins[0]) == pytest.approx(np.sort(logits)[-2] - np.sort(logits)[-3], abs=1e-13)
     assert (clamped > 0) == (name == "clamped")
 

@@ -123,3 +123,26 @@ def test_only_families_are_found_by_model_type(model_type: str) -> None:
     with pytest.raises(ReferenceError, match="no reference"):
         reference_models.find(model_type)
     assert reference_models.find("llama").recompute is llama.recompute
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "llama", "architectures": ["GptOssForCausalLM"]}, "llama"),
+        ({"architectures": ["Mystery", 3, "LlamaForCausalLM"]}, "llama"),
+        ({"model_type": None, "architectures": ["DeciLMForCausalLM"]}, "nemotron-nas"),
+    ],
+)
+def test_a_config_names_its_family_or_the_class_that_has_one(config, found):
+    assert reference_models.model_type(config) == found
+
+
+def test_every_class_that_is_known_has_a_reference():
+    for name, model_type in reference_models._CLASSES.items():
+        assert reference_models.find(model_type).parameters, name
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": "LlamaForCausalLM"}, {"architectures": [["x"], None, "Mystery"]}])
+def test_a_config_without_family_and_class_is_an_error_that_says_what_to_add(config):
+    with pytest.raises(ReferenceError, match=r"names no family.*add a model_type"):
+        reference_models.model_type(config)

@@ -120,20 +120,21 @@ def test_routing_by_hand_on_the_first_token(draw, name):
             2.5 * weight * (mlp(p, f"{name}.experts.{e}") if e < experts else p)
             for e, weight in zip(order, share, strict=False)
         )
-        return out, corrected[order[topk - 1]] - corrected[order[topk]]
+        return out, corrected[order[topk - 1]] - corrected[order[topk]], sorted(order[:topk])
 
     layer = "model.layers.0"
     x = w["model.embed_tokens.weight"][tokens[0]]
     h = x + attend(rms(x, f"{layer}.input_layernorm.0"), f"{layer}.self_attn.0")
     p = rms(h, f"{layer}.post_attention_layernorm.0")
-    shortcut, margin = moe(p, f"{layer}.mlp")
+    shortcut, margin, chosen = moe(p, f"{layer}.mlp")
     h = h + mlp(p, f"{layer}.mlps.0")
     h = h + attend(rms(h, f"{layer}.input_layernorm.1"), f"{layer}.self_attn.1")
     h = h + mlp(rms(h, f"{layer}.post_attention_layernorm.1"), f"{layer}.mlps.1") + shortcut
     result = longcat_flash.recompute(config, weights, tokens)
     np.testing.assert_allclose(result.logits[0].numpy(), w["lm_head.weight"] @ rms(h, "model.norm"), rtol=0, atol=1e-12)
-    assert result.margins is not None
+    assert result.margins is not None and result.choices is not None
     assert float(result.margins[0]) == pytest.approx(margin, abs=1e-13)
+    assert result.choices[0].tolist() == chosen
 
 
 def test_no_choice_has_an_infinite_margin(draw):

@@ -161,3 +161,4 @@ def test_the_trunk_is_that_of_longcat_flash(draw, name):
     ours, theirs = longcat_flash_ngram.recompute(embedded, own, tokens), longcat_flash.recompute(trunk, weights, tokens)
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=1e-11)
     torch.testing.assert_close(ours.margins, theirs.margins, rtol=0, atol=1e-12)
+    assert ours.choices is not None and theirs.choices is not None and torch.equal(ours.choices, theirs.choices)

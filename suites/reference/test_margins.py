@@ -8,15 +8,22 @@ import torch
 import reference_models
 from harness import cases
 from harness.cases import build
+from harness.oracle import Oracle
 from harness.tokens import TokenStream, special_ids
+from harness.tolerance import tolerance
 
 ROUTED = [
     case
     for case in cases.all_cases()
-    if "moe_topk" in case.config or case.family == "gpt_oss" or "E" in case.config.get("hybrid_override_pattern", "")
+    if "moe_topk" in case.config
+    or case.family == "gpt_oss"
+    or "E" in case.config.get("hybrid_override_pattern", "")
+    or "moe" in case.config.get("layers_block_type", ())
 ]
 HEADROOM = 5  # a margin over what bfloat16 moves it by; least measured over 30 seeds, two sequences of 120 tokens: 8.7
 LEAST = 0.01  # measured: 0.0146, where float32 moves a margin by less than 1e-6
+# a margin over what an engine's rounding may move it by; least measured: 2.9e5 and 26
+ABOVE_ROUNDING = {"float32": 1e4, "bfloat16": 8}
 SEEDS = {True: 20, False: 4}  # by whether the case runs in bfloat16: where it does not, margins need not outlast its rounding
 
 
@@ -37,6 +44,20 @@ def test_margins_are_wide_for_every_seed(case):
         assert rounded is not None
         headroom = (exact / (rounded - exact).abs()).min()
         assert headroom >= HEADROOM, f"seed {seed}: bfloat16 moves a margin by 1/{headroom:.1f} of itself"
+
+
+@pytest.mark.parametrize("case", cases.all_cases(), ids=lambda case: case.id)
+def test_no_rounding_that_the_bounds_allow_chooses_another_expert_in_a_case(case, tmp_path):
+    oracle = Oracle(build.build(case, 0, tmp_path))
+    stream = TokenStream(0, oracle.vocab, special_ids(oracle.text), planted=case.planted)
+    tokens = stream.tokens("a", 0, range(case.prompt))
+    for dtype in case.dtypes:
+        routing = oracle.noise(tokens, dtype).routing
+        assert (routing is not None) == (case in ROUTED)
+        if routing is not None:
+            assert not routing.flipped.any()
+            headroom = routing.margins.min() / (tolerance(dtype).k * routing.level)
+            assert headroom >= ABOVE_ROUNDING[dtype], f"{dtype} may move a margin by 1/{headroom:.1f} of itself"
 
 
 @pytest.mark.parametrize("name", ["plain", "no_zero_experts", "router_bias"])

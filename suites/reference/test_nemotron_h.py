@@ -183,12 +183,13 @@ def test_a_hidden_group_is_never_chosen_however_low_the_scores(draw):
     corrected = (scores + weights[f"{gate}.e_score_correction_bias"].double()).numpy()
     assert corrected.max() < 0
     differs = 0
-    for row, chosen, score in zip(corrected, weight.numpy(), scores.numpy(), strict=True):
+    (choices,) = layers.choices
+    for row, chosen, score, choice in zip(corrected, weight.numpy(), scores.numpy(), choices.tolist(), strict=True):
         groups = row.reshape(4, 2)
         kept = np.argsort(-groups.sum(1))[:2]
         allowed = [expert for expert in range(8) if expert // 2 in kept]
         best = sorted(allowed, key=lambda expert: -row[expert])[:3]
-        assert set(np.flatnonzero(chosen)) == set(best)
+        assert set(np.flatnonzero(chosen)) == set(best) and choice == sorted(best)
         np.testing.assert_allclose(chosen[best], score[best], atol=1e-14)
         differs += set(best) != set(np.argsort(-row)[:3])
     assert differs > 5  # the limit has something to say
@@ -198,7 +199,7 @@ def test_a_head_in_the_file_goes_before_the_embedding_that_the_config_ties_it_to
     config, weights, tokens = draw("nemotron_h/listed", length=5)
     assert config["tie_word_embeddings"] and "lm_head.weight" not in nemotron_h.parameters(config)
     head = torch.randn(config["vocab_size"], config["hidden_size"], generator=torch.Generator().manual_seed(5))
-    hidden, _ = nemotron_h.hidden_states(config, weights, tokens)
+    hidden = nemotron_h.hidden_states(config, weights, tokens)
     for found, expected in ((weights, weights["backbone.embeddings.weight"]), (weights | {"lm_head.weight": head}, head)):
         torch.testing.assert_close(nemotron_h.logits(config, found, tokens), hidden @ expected.double().T, rtol=0, atol=1e-12)
 
@@ -253,7 +254,7 @@ def test_the_mtp_head_by_hand_on_one_token(draw):
     def rms(x, name):
         return x / np.sqrt((x**2).mean() + 1e-2) * w[f"{name}.weight"]
 
-    hidden, _ = nemotron_h.hidden_states(config, weights, tokens[:1])
+    hidden = nemotron_h.hidden_states(config, weights, tokens[:1])
     embedding = w["backbone.embeddings.weight"][tokens[1]]
     both = np.concatenate([rms(embedding, "mtp.layers.0.enorm"), rms(hidden[0].numpy(), "mtp.layers.0.hnorm")])
     x = w["mtp.layers.0.eh_proj.weight"] @ both
@@ -268,7 +269,7 @@ def test_the_mtp_head_by_hand_on_one_token(draw):
 def test_the_mtp_head_is_causal_and_every_parameter_of_it_counts(draw):
     config, weights, tokens = with_head(draw)
     leaves = {n: t.double().requires_grad_() for n, t in weights.items()}
-    hidden, _ = nemotron_h.hidden_states(config, leaves, tokens[:-1])
+    hidden = nemotron_h.hidden_states(config, leaves, tokens[:-1])
     guess = nemotron_h.mtp(config, leaves, hidden, tokens[1:])
     part = nemotron_h.mtp(config, leaves, hidden[:5], tokens[1:6])
     torch.testing.assert_close(part.logits, guess.logits[:5], rtol=0, atol=1e-12)
