@@ -84,6 +84,17 @@ class Fields:
                 )
         return tuple(kinds)
 
+    def head_dim(self, hidden_size: int, heads: int) -> int:
+        """`head_dim`, or hidden_size / heads where the config does not say; even, as rotary positions turn pairs."""
+        derived = not self.has("head_dim")
+        if derived and hidden_size % heads:
+            raise self.error("num_attention_heads", f"must divide hidden_size {hidden_size}, or head_dim be given")
+        head_dim = hidden_size // heads if derived else self.integer("head_dim", 2, 1 << 12)
+        if head_dim % 2:
+            source = f", and hidden_size {hidden_size} / num_attention_heads {heads} is {head_dim}" if derived else ""
+            raise self.error("head_dim", f"must be even for rotary positions{source}")
+        return head_dim
+
     def error(self, name: str, rule: str) -> ConfigError:
         return ConfigError(f"config field {self.prefix}{name} {rule} (got {_shown(self.raw.get(name))})")
 

@@ -216,8 +216,10 @@ def _parse_operation(part: str) -> Operation:
             if words:
                 raise ScheduleError(f"takes a sequence and nothing else (got {' '.join(words)!r})")
             return Open(names[0]) if verb == "open" else Close(names[0])
-        if not words or not re.fullmatch(r"[0-9]{1,7}", words[0]):
+        if not words:
             raise ScheduleError(f"{verb} needs a count")
+        if not re.fullmatch(r"[0-9]{1,7}", words[0]):
+            raise ScheduleError(f"{verb} needs a count of 1 to {MAX_COUNT} (got {words[0]!r:.40})")
         count, options = int(words[0]), words[1:]
         if verb == "feed":
             numbers = [match for option in options if (match := _FEED_NUMBER.match(option))]

@@ -22,7 +22,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from harness.outcomes import Infra, Outcome, Rejected, Unsupported
+from harness.outcomes import Infra, Outcome, Refusal, Rejected, Unsupported
 from harness.records import utf8
 from harness.replay import Plan, Replay, replay
 from harness.target import Loaded, Target
@@ -162,6 +162,8 @@ def _run(request: Job | Describe, models: _Models) -> Ran:
         return Ran(proof(request.nonce, []), Outcome.UNSUPPORTED, one_line(error))
     except Infra as error:
         return Ran(proof(request.nonce, []), Outcome.INFRA, one_line(error))
+    except Refusal as error:
+        return Ran(proof(request.nonce, []), Outcome.ERROR, f"the target refuses: {one_line(error)}")
     except Rejected as error:
         return Ran(proof(request.nonce, []), Outcome.ERROR, one_line(error), rejected=True)
     except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -88,6 +88,7 @@ def _cell(text: str, target_spec: str | None, checkpoint: Path | None, schedules
     """The cell of an id; raises SelectionError, TargetError or ScheduleError, which say what there is."""
     from harness.cells import Cell, SelectionError, checks_in, parse_cell_id, unknown
     from harness.check import Check
+    from harness.replay import Plan
     from harness.schedule import Schedule
     from harness.targets import resolve
 
@@ -96,6 +97,8 @@ def _cell(text: str, target_spec: str | None, checkpoint: Path | None, schedules
     spec = target_spec or target
     if schedules:
         parsed = [Schedule.parse(schedule) for schedule in schedules]
+        for given in parsed:
+            Plan(given, seed=0, vocab=2)  # raises where no target could run it, whatever its tokens
         check = Check(check_name, "the schedule that was given", lambda _: parsed, ())
     else:
         checks = checks_in(SUITES)

@@ -14,7 +14,7 @@ __all__ = ["one_line", "parse_json", "read_bounded", "read_json", "shown"]
 MAX_JSON_BYTES = 16 << 20  # an index of 91,000 tensors has 8 MiB
 MAX_CONFIG_BYTES = 4 << 20  # published configs have up to 100 KiB
 MAX_JSON_DEPTH = 32  # published configs nest 5 deep
-_INTEGER_LIMIT = 1 << 63
+MAX_INTEGER_DIGITS = 40  # transformers writes int(1e30), 31 digits, as model_max_length where there is no limit
 
 
 def shown(value: object, width: int = 80) -> str:
@@ -52,7 +52,7 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str, max_depth: int = MAX_JSON_DEPTH) -> dict[str, Any]:
-    """A JSON object within bounds: UTF-8, no duplicate keys, integers of 64 bits, no NaN, at most max_depth levels.
+    """A JSON object within bounds: UTF-8, no duplicate keys, integers of at most 40 digits, no NaN, at most max_depth levels.
 
     `Infinity` is accepted in both published spellings (the bare word, and transformers 5's {"__float__": "Infinity"}),
     because published configs use it (`time_step_limit`); a family's Config bounds the field. Raises CheckpointError.
@@ -99,8 +99,8 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 20 or not -_INTEGER_LIMIT <= int(text) < _INTEGER_LIMIT:
-        raise ValueError(f"integer {shown(text)} does not fit 64 bits")
+    if len(text) > MAX_INTEGER_DIGITS:
+        raise ValueError(f"integer {shown(text)} has more than {MAX_INTEGER_DIGITS} digits")
     return int(text)
 
 

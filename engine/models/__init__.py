@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, str] = {  # for configs without model_type: name in `ar
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
     "NemotronHForCausalLM": "nemotron_h",

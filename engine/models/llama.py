@@ -54,13 +54,7 @@ class Config:
         kv_heads = fields.integer("num_key_value_heads", 1, 1 << 12, heads)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"must divide num_attention_heads {heads}")
-        head_dim = fields.integer("head_dim", 2, 1 << 12, None)
-        if head_dim is None:
-            if hidden_size % heads:
-                raise fields.error("num_attention_heads", f"must divide hidden_size {hidden_size}, or head_dim be given")
-            head_dim = hidden_size // heads
-        if head_dim % 2:
-            raise fields.error("head_dim", f"must be even for rotary positions, hidden_size / heads is {head_dim}")
+        head_dim = fields.head_dim(hidden_size, heads)
         layers = fields.integer("num_hidden_layers", 1, 1 << 12)
         fields.choice("hidden_act", ("silu",), "silu")
         _refuse_sliding(fields)

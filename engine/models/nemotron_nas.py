@@ -85,13 +85,7 @@ class Config:
         fields = Fields(raw)
         hidden_size = fields.integer("hidden_size", 1, 1 << 17)
         heads = fields.integer("num_attention_heads", 1, _MOST_HEADS)
-        head_dim = fields.integer("head_dim", 2, 1 << 12, None)
-        if head_dim is None:
-            if hidden_size % heads:
-                raise fields.error("num_attention_heads", f"must divide hidden_size {hidden_size}, or head_dim be given")
-            head_dim = hidden_size // heads
-        if head_dim % 2:
-            raise fields.error("head_dim", f"must be even for rotary positions, hidden_size / heads is {head_dim}")
+        head_dim = fields.head_dim(hidden_size, heads)
         for name in ("intermediate_size", "num_key_value_heads"):
             if fields.has(name):
                 raise fields.error(name, "must be null, each of block_configs has its own")

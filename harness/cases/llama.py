@@ -53,7 +53,7 @@ def _config_case(name: str, stresses: str, without: tuple[str, ...] = (), **fiel
     return replace(_case(name, stresses, without=without, **fields), dtypes=("float32",), layouts=("dense",))
 
 
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": 32}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
 
 CASES = [
@@ -130,6 +130,6 @@ CASES = [
         "yarn_given",
         "yarn whose attention_factor is given and whose ramp begins before the first frequency",
         head_dim=16,
-        rope_scaling={"rope_type": "yarn", **_YARN, "beta_fast": 8.0, "attention_factor": 1.3},
+        rope_scaling={"rope_type": "yarn", **_YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3},
     ),
 ]

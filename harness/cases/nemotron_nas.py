@@ -28,8 +28,8 @@ _BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_scaling": {
         "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
+        "high_freq_factor": 3.0,
+        "low_freq_factor": 1.5,
         "original_max_position_embeddings": 32,
         "rope_type": "llama3",
     },

@@ -357,7 +357,7 @@ def test_arbitrary_bytes_are_an_engine_error(content, length, tmp_path):
         ({"eos_token_id": -1}, "eos_token_id"),
         ({"eos_token_id": [2, 64]}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"model_type": None}, "model_type"),
+        ({"model_type": None, "architectures": ["Mystery"]}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
     ],
 )

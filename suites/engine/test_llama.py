@@ -162,6 +162,13 @@ def test_parameters_follow_the_flags():
     ) == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 
 
+def test_only_a_head_dim_that_was_not_given_is_explained_by_what_it_follows_from():
+    with pytest.raises(ConfigError, match=r"must be even for rotary positions \(got 15\)"):
+        llama.Config.from_dict(RAW | {"head_dim": 15})
+    with pytest.raises(ConfigError, match=r"hidden_size 28 / num_attention_heads 4 is 7"):
+        llama.Config.from_dict(RAW | {"hidden_size": 28, "head_dim": None})
+
+
 def test_families_are_found_by_model_type_and_unknown_ones_refused():
     assert family("llama") is llama
     with pytest.raises(Refused, match="'gpt5' is not supported"):

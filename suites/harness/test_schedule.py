@@ -68,6 +68,8 @@ def test_the_sequence_may_be_left_out() -> None:
         ("", "empty"),
         ("feed", "needs a count"),
         ("feed 0", "1 to"),
+        ("feed a -3", "got '-3'"),
+        ("feed a 99999999999", "got '99999999999'"),
         ("feed 5 sideways", "sideways"),
         ("feed a+b 5", "only step"),
         ("step a+a 5", "distinct"),

@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 20.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 20.0, "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 20.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CLOSE = (
     2e-4  # of the logits: transformers keeps rotary angles, cos and sin in float32 whatever the dtype; measured at most 5e-5
@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}, "head_dim": 16},
     "llama3_default_length": {"rope_parameters": LLAMA3, "head_dim": 16, "max_position_embeddings": 40},
     "yarn": {"rope_parameters": YARN, "head_dim": 16},
-    "yarn_betas": {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 1.0}, "head_dim": 16},
+    "yarn_betas": {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5}, "head_dim": 16},
     "yarn_untruncated": {"rope_parameters": YARN | {"beta_fast": 4.0, "truncate": False}, "head_dim": 16},
     "yarn_mscale": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "head_dim": 16},
     "yarn_attention_factor": {"rope_parameters": YARN | {"attention_factor": 1.3}, "head_dim": 16},

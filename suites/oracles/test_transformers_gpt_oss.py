@@ -20,7 +20,7 @@ YARN = {
     "rope_theta": 500.0,
     "factor": 4.0,
     "beta_fast": 8.0,
-    "beta_slow": 1.0,
+    "beta_slow": 0.5,
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
