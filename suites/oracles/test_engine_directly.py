@@ -69,3 +69,34 @@ def test_llama_as_transformers_computes_it(written, tmp_path, name):
         theirs = model.eval()(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
     comparison = Comparison(directory, tokens)
     comparison.agree_with(engine_models.logits(directory, tokens), theirs, f"engine and transformers, {name}")
+
+
+def test_a_directory_that_transformers_saved_with_its_tokenizer_loads(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.24", reason="needs the transformers extra")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from engine.checkpoint import load
+
+    vocabulary = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({token: number for number, token in enumerate(vocabulary)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=1,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "1000000000000000019884624838656" in (tmp_path / "tokenizer_config.json").read_text(
+        "utf-8"
+    )  # no limit, in its words
+    loaded = load(tmp_path)
+    text = "Why is the sky blue, naïve one?"
+    tokens = loaded.tokenizer.encode(text)
+    assert tokens == tokenizer.encode(text) and loaded.tokenizer.decode(tokens) == text
+    assert loaded.chat_template == tokenizer.chat_template and set(loaded.eos_token_ids) == {1}
