@@ -260,7 +260,7 @@ class _Reporter:
 
     def pytest_gate_start(self, selected: int) -> None:
         from harness.smoke import CHECKS
-        from reports.terminal import Progress
+        from reports.progress import Progress
 
         self._progress = self._stack.enter_context(Progress(selected + len(CHECKS) * len(self._smokes)))
 
