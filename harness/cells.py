@@ -17,7 +17,7 @@ from typing import Any
 from harness import cases
 from harness.cases.case import Case
 from harness.check import Check
-from harness.outcomes import Outcome
+from harness.outcomes import Outcome, Rejected
 from harness.target import Target
 from reference_models import model_type, text_config
 
@@ -44,7 +44,7 @@ _CELL = re.compile(r"([^:\[\]]+)::([^:\[\]/]+/[^:\[\]]+)::([^:\[\]]+)\[([a-z0-9_
 
 
 class SelectionError(ValueError):
-    """A name that selects nothing, or a checkpoint that cannot be a case; says what there is."""
+    """A name that selects nothing; says what there is."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,10 @@ def subjects(selection: Selection, checkpoints: Iterable[Path] = ()) -> list[Sub
 
 
 def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
-    """A case of each checkpoint directory, named after it: `llama/SmolLM2-135M`."""
+    """A case of each checkpoint directory, named after it: `llama/SmolLM2-135M`.
+
+    Raises SelectionError where there is no such directory, Rejected where its config.json can be no case.
+    """
     found: list[Subject] = []
     taken = {case.id for case in cases.all_cases()}
     for path in checkpoints:
@@ -179,12 +182,12 @@ def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
         try:
             family = model_type(config).replace("-", "_")
         except ValueError as error:  # a ReferenceError, whose module loads torch
-            raise SelectionError(f"{path}/config.json: {error}") from None
+            raise Rejected(f"{path}/config.json: {error}") from None
         if not re.fullmatch(r"[a-z0-9_]{1,64}", family):
-            raise SelectionError(f"{path}/config.json: model_type is {config['model_type']!r:.80}, not the name of a family")
+            raise Rejected(f"{path}/config.json: model_type is {config['model_type']!r:.80}, not the name of a family")
         vocab = text_config(config).get("vocab_size")  # prompts are drawn from it before any target has checked the config
         if type(vocab) is not int or not 2 <= vocab <= MAX_VOCAB:
-            raise SelectionError(f"{path}/config.json: vocab_size must be from 2 to {MAX_VOCAB} (got {vocab!r:.80})")
+            raise Rejected(f"{path}/config.json: vocab_size must be from 2 to {MAX_VOCAB} (got {vocab!r:.80})")
         base = re.sub(r"[^A-Za-z0-9._-]+", "_", path.resolve().name)[:80]
         name, number = base, 1
         while f"{family}/{name}" in taken:
@@ -197,23 +200,23 @@ def checkpoint_subjects(checkpoints: Iterable[Path]) -> list[Subject]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
+    if not path.is_dir():
+        raise SelectionError(f"checkpoint {str(path)!r} is no directory; a checkpoint is one with config.json and safetensors")
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # a pipe would block
-            raise SelectionError(f"{file}: not a file")
+            raise Rejected(f"{file}: not a file")
         with file.open("rb") as opened:
             data = opened.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
-        raise SelectionError(
-            f"{file}: {error.strerror}; a checkpoint is a directory with config.json and safetensors"
-        ) from None
+        raise Rejected(f"{file}: {error.strerror}; a checkpoint is a directory with config.json and safetensors") from None
     if len(data) > MAX_CONFIG_BYTES:
-        raise SelectionError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a model's config")
+        raise Rejected(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a model's config")
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise SelectionError(f"{file}: not JSON ({error})") from None
+        raise Rejected(f"{file}: not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise SelectionError(f"{file}: must be a JSON object (got {type(config).__name__})")
+        raise Rejected(f"{file}: must be a JSON object (got {type(config).__name__})")
     return config
 
 

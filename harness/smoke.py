@@ -55,6 +55,7 @@ CHECKS = {
     CHUNKED: "Logits of real text, prefilled in uneven chunks, are the reference's.",
     REPEATED: "Two consecutive runs on one loaded model give the same tokens and the same bytes.",
 }
+PARTS = {ANSWERS: "greedy answer", INCREMENTAL: "incremental logits", CHUNKED: "chunked logits", REPEATED: "two identical runs"}
 NEEDS = {ANSWERS: {"greedy"}, CHUNKED: {"all_rows", "chunk"}, REPEATED: {"greedy"}}
 
 
@@ -84,26 +85,33 @@ class Result:
 
 
 def run(
-    smoke: Smoke, on_record: Callable[[Record], None] = lambda record: None, notify: Callable[[str], None] | None = None
+    smoke: Smoke,
+    on_record: Callable[[Record], None] = lambda record: None,
+    notify: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """Four records, whatever checkpoint, target and surroundings do. `on_record` gets each as soon as it is judged.
 
-    `notify` gets a line while the run waits for the lock (harness.lock.hold).
+    `notify` gets a line while the run waits for the lock (harness.lock.hold); `say` gets what begins now, in a few words.
     """
     result = Result()
     with tempfile.TemporaryDirectory(prefix="decodegate-smoke-") as scratch:
         plan = _Plan(smoke)
         try:
+            say("reading the checkpoint")
             plan = _plan(smoke, Path(scratch))
+            say("waiting for the device lock")
             with lock.hold(f"decodegate smoke {smoke.source}", timeout=smoke.lock_timeout_s, notify=notify) as waited:
                 result.lock_wait_s = waited
-                replayed = _replay(plan, result)
+                replayed = _replay(plan, result, say)
         except (Infra, Rejected, EngineError, ReferenceError) as error:
             outcome = Outcome.INFRA if isinstance(error, Infra) else Outcome.ERROR
             result.stopped = one_line(error, 1000)
             replayed = {name: Ran(outcome=outcome, message=result.stopped) for name in CHECKS}
         oracle = _Oracle(plan.checkpoint)
         for name, ran in replayed.items():
+            if ran.outcome is None and name != REPEATED:
+                say(f"comparing {PARTS[name]} with the reference")
             record = _record(plan, plan.cell(name), ran, oracle)
             if result.lock_wait_s is not None:
                 record.extra["lock_wait_s"] = round(result.lock_wait_s, 3)
@@ -187,13 +195,14 @@ def _pieces(total: int) -> Iterator[int]:
             return
 
 
-def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
+def _replay(plan: _Plan, result: Result, say: Callable[[str], None]) -> dict[str, Ran]:
     """What the worker made of each cell; the answer comes first, on a machine where nothing else of ours runs."""
     smoke, target = plan.smoke, resolve_target(plan.smoke.target)
     assert plan.prompts is not None and plan.checkpoint is not None
     ran: dict[str, Ran] = {}
     isolation = Isolation(smoke.build, timeout_s=smoke.timeout_s, threads=smoke.threads, memory_bytes=default_memory_bytes(1))
     with isolation:
+        say(f"starting {target.name}")
         asked = isolation.submit(Describe(f"environment of {target.name}", smoke.target))
         result.environment = isolation.result(asked).environment
         for name in CHECKS:
@@ -211,6 +220,7 @@ def _replay(plan: _Plan, result: Result) -> dict[str, Ran]:
                 plans=plan.plans(name),
                 faults=(),
             )
+            say(f"{PARTS[name]} on {target.name}" if ran else f"load, then {PARTS[name]} on {target.name}")
             ran[name] = isolation.result(isolation.submit(job))
             if ran[name].rejected:
                 raise Rejected(ran[name].message)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from harness.choice import Choice, fields, in_words
+from harness.figures import figure
 from harness.oracle import BLOCK_BYTES, Noise, Oracle, row_errors
 from harness.outcomes import Outcome
 from harness.repeats import prefix_ids, repeated
@@ -76,7 +77,10 @@ class Verdict:
     verdicts: dict[str, int] = field(default_factory=dict)
     first_bad_position: int | None = None
     first_bad_schedule: int | None = None
+    first_bad_ratio: float | None = None
     first_bad_token: dict[str, Any] | None = None
+    worst_position: int | None = None
+    worst_schedule: int | None = None
     margin: float | None = None
     routing: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)
@@ -213,11 +217,12 @@ def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Toleran
     for row in judged:
         verdict.verdicts[row.word] = verdict.verdicts.get(row.word, 0) + 1
     measured = [row for row in judged if row.error_ratio is not None]
-    if measured:
-        worst = max(measured, key=lambda row: row.error_ratio or 0.0)
-        verdict.error_ratio = worst.error_ratio if worst.error_ratio != math.inf else None
+    worst = max(measured, key=lambda row: row.error_ratio or 0.0, default=None)
+    if worst:
+        verdict.error_ratio = _finite(worst.error_ratio)
         verdict.max_abs, verdict.rmse = worst.max_abs, worst.rmse
         verdict.noise_max, verdict.noise_rmse = worst.noise_max, worst.noise_rmse
+        verdict.worst_position, verdict.worst_schedule = worst.position, worst.schedule
     verdict.series = _series(judged)
     verdict.margin = min(row.margin for row in judged)
     bad = next((row for row in judged if row.bad), None)
@@ -225,8 +230,10 @@ def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Toleran
     if bad:
         finite = bad.max_abs is not None or bad.error_ratio is None
         hint = in_words(verdict.routing, dtype) if finite else ""  # no other expert makes a logit infinite
-        verdict.outcome, verdict.message = Outcome.FAIL, "; ".join(filter(None, [_blame(bad, plans, bounds), hint]))
+        said = _blame(bad, worst, plans, bounds)
+        verdict.outcome, verdict.message = Outcome.FAIL, "; ".join(filter(None, [said, hint]))
         verdict.first_bad_position, verdict.first_bad_schedule, verdict.margin = bad.position, bad.schedule, bad.margin
+        verdict.first_bad_ratio = _finite(bad.error_ratio)
         verdict.first_bad_token = {
             "expected": bad.expected,
             "got": bad.got,
@@ -237,17 +244,26 @@ def _summary(judged: Sequence[JudgedRow], plans: Sequence[Plan], bounds: Toleran
     return verdict
 
 
-def _blame(bad: JudgedRow, plans: Sequence[Plan], bounds: Tolerance) -> str:
+def _finite(ratio: float | None) -> float | None:
+    return ratio if ratio is not None and math.isfinite(ratio) else None
+
+
+def _blame(bad: JudgedRow, worst: JudgedRow | None, plans: Sequence[Plan], bounds: Tolerance) -> str:
+    """The first bad row, and the worst one where that is another."""
     place = where(plans, bad.schedule, bad.operation, bad.position)
+    margin = f"margin {figure(bad.margin)}"
+    token = f"token {bad.expected} as expected" if bad.got == bad.expected else f"expected token {bad.expected}, got {bad.got}"
     if bad.error_ratio == math.inf and bad.max_abs is None:
-        return f"{bad.word} at {place}: the logits are not finite"
-    token = f"expected token {bad.expected}, got {bad.got} (margin {bad.margin:.3g})"
-    if bad.error_ratio is None or bad.error_ratio <= bounds.k:
-        return f"{bad.word} at {place}: {token}, {bad.deficit:.3g} below the top where {2 * bad.allowed:.2g} is allowed"
-    return (
-        f"{bad.word} at {place}: error ratio {bad.error_ratio:.3g} > {bounds.k:g} "
-        f"(max |error| {bad.max_abs:.2g}, naive {bad.noise_max:.2g}); {token}"
-    )
+        what = "the logits are not finite"
+    elif bad.error_ratio is None or bad.error_ratio <= bounds.k:
+        what = f"{token} ({margin}), {figure(bad.deficit)} below the top where {figure(2 * bad.allowed)} is allowed"
+    else:
+        ratio = f"error ratio {figure(bad.error_ratio)} > {bounds.k:g}"
+        what = f"{ratio} (max |error| {figure(bad.max_abs)}, naive {figure(bad.noise_max)}); {token} ({margin})"
+    said = f"{bad.word} at {place}: {what}"
+    if worst is None or worst is bad:
+        return said
+    return f"{said}; worst error ratio {figure(worst.error_ratio)} at position {worst.position} of schedule {worst.schedule}"
 
 
 def _series(judged: Sequence[JudgedRow]) -> dict[str, list[float]]:

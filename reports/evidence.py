@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from harness.bench.statistics import Interval, interval, ratio, verdict
 from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record, RecordError, last_words, plain
 from reports import html
 from reports.bench import METRICS, interval_note, interval_text
+from reports.progress import follow
 from reports.summary import MARKS, case_id, environment
 from reports.text import build_name, code_span, figure, markdown, one_line, plural, shorten, visible, write_text
 
@@ -174,9 +174,11 @@ def in_words(fields: Mapping[str, Any]) -> str:
     outcome, error_ratio = str(fields["outcome"]), fields["error_ratio"]
     if outcome in ("pass", "fail") and error_ratio is not None:
         error, bound = _figure(fields["max_abs"]), _figure(fields["bound"])
-        numbers = f"max abs difference {error}, error ratio {_figure(error_ratio)} (≤ {bound})"
         position = fields["first_bad_position"]
-        return f"{outcome}: {numbers}" + (f", first at position {position}" if position is not None else "")
+        if position is None:
+            return f"{outcome}: max abs difference {error}, error ratio {_figure(error_ratio)} (≤ {bound})"
+        numbers = f"max abs difference {error}, worst error ratio {_figure(error_ratio)} (≤ {bound})"
+        return f"{outcome}: {numbers}; first bad position {position}"
     said = fields["message"]
     if outcome in ("crash", "timeout") and (last := last_words(fields["detail"])):
         said = f"{said}; {last}"
@@ -352,12 +354,8 @@ def write(table: Table, directory: Path) -> dict[str, Path]:
 
 
 def print_progress(console: Console, pairs: Iterable[tuple[Record, Record]], total: int) -> Iterator[tuple[Record, Record]]:
-    """Passes pairs on and shows how far they are; one line for each that differs, the bar on a terminal only."""
-    columns = [TextColumn("before/after"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        for before, after in pairs:
-            if before.outcome is not after.outcome or after.outcome in WRONG:
-                console.print(f"{after.cell}: {before.outcome} -> {after.outcome}", soft_wrap=True)
-            progress.update(task, advance=1)
-            yield before, after
+    """Passes pairs on and shows how far they are, and one line for each that differs."""
+    for before, after in follow(console, "before/after", pairs, total):
+        if before.outcome is not after.outcome or after.outcome in WRONG:
+            console.print(f"{after.cell}: {before.outcome} -> {after.outcome}", soft_wrap=True)
+        yield before, after

@@ -22,13 +22,29 @@ from markupsafe import Markup
 from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports import text
+from reports import ratios, text
 from reports.plot import error_plot
 from reports.summary import BAD, MARKS, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
 __all__ = ["render", "template"]
 
 _PLOT_POINTS = 24_000  # for the whole page: about 300 kB of path data however many cells there are
+
+
+_LAYOUTS = {"dense": "the engine holds the state", "model_owned": "the model holds its own state"}
+_WORDS = {  # for a reader who has never seen a report
+    "cell": "one check of one case, in one dtype and layout, on one target: what is run and judged",
+    "case": "a model, mostly a tiny one that stresses what its name says",
+    "check": "a way of decoding, as one or more schedules of operations; the name says what must hold",
+    "error ratio": "how far the target's logits are from the float64 recompute, in units of the noise; good is up to the bound",
+    "noise": "how far the reference itself is from the recompute, run naively in the cell's dtype",
+    "MATCH": "a row within the bound, with the recompute's token",
+    "TIE": "a row within the bound with another token, which the recompute has as good as on top",
+    "DRIFT": "a row beyond the bound with the recompute's token",
+    "WRONG": "a row beyond the bound with another token, or with numbers that are not finite",
+    "margin": "how far the recompute's best token is above its second",
+    "power": "by how many times the bound a fault that is planted in the target moves a check",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,7 @@ class _Cell:
     column: str
     case: str
     plot: Markup
+    numbers: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # title -> name, figure
     figures: tuple[tuple[str, str], ...]  # from Record.extra
     texts: tuple[tuple[str, str], ...]
 
@@ -63,10 +80,7 @@ class _Cell:
     def tip(self) -> str:
         record = self.record
         parts = [f"{self.column} {record.dtype} {record.layout}: {record.outcome}"]
-        if record.error_ratio is not None:
-            parts.append(f"error ratio {text.figure(record.error_ratio)} of {text.figure(record.bound)}")
-        if record.first_bad_position is not None:
-            parts.append(f"first bad position {record.first_bad_position}")
+        parts += map(str, ratios.facts(record))
         if record.outcome is not Outcome.PASS and record.message:
             parts.append(text.shorten(text.one_line(record.message), 160))
         return " · ".join(parts)
@@ -81,8 +95,13 @@ def render(report: Summary) -> str:
     dtypes = sorted({record.dtype for record in report.records if not is_smoke(record)}, key=dtype_order)
     labels = [column.label for column in report.columns]
 
+    layouts = sorted(
+        {record.layout for record in report.records if not is_smoke(record)}, key=lambda name: (name != "dense", name)
+    )
+
     def grid(records: list[Record]) -> list[list[_Cell | None]]:
-        """One field of the matrix: a line for each column (build), in it a place for each dtype (and layout)."""
+        """One field of the matrix: a line for each column (build), in it a place for each dtype, one or more by layout."""
+        records = sorted(records, key=lambda record: layouts.index(record.layout))
         lines: list[list[_Cell | None]] = []
         for label in labels:
             of_column = [cells[id(record)] for record in records if report.column(record) == label]
@@ -107,6 +126,9 @@ def render(report: Summary) -> str:
         environments=[(run, environment(run.header)) for run in report.runs],
         families=sorted({record.family for record in report.records if not is_smoke(record)}),
         dtypes=dtypes,
+        layouts=layouts,
+        layout_words=_LAYOUTS,
+        words=_WORDS,
         marks=MARKS,
         wanted=POWER,
     )
@@ -119,10 +141,54 @@ def _cell(report: Summary, record: Record, name: str, points: int) -> _Cell:
     for key, value in _flat(record.extra):
         if isinstance(value, int) and key.endswith("_bytes"):
             key, value = key.removesuffix("_bytes"), f"{value / 2**20:.0f} MiB"
-        written = value if isinstance(value, str) else text.figure(value) if isinstance(value, float) else json.dumps(value)
+        written = _written(value)
         (texts if "\n" in written or len(written) > 80 else figures).append((key.replace("_", " "), written))
     plot = Markup(error_plot(record, points))
-    return _Cell(name, record, report.column(record), case_id(record), plot, tuple(figures), tuple(texts))
+    return _Cell(name, record, report.column(record), case_id(record), plot, _numbers(record), tuple(figures), tuple(texts))
+
+
+def _numbers(record: Record) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
+    """What was measured, by the row that it is of; without what the record does not have."""
+    token = record.first_bad_token or {}
+    bad = record.first_bad_position is not None
+    groups: dict[str, dict[str, Any]] = {
+        "First bad row": {
+            "position": record.first_bad_position,
+            "schedule": record.first_bad_schedule,
+            "operation": token.get("operation"),
+            "verdict": token.get("word"),
+            "error ratio": ratios.at_first_bad(record),
+            "token expected": token.get("expected"),
+            "token got": token.get("got"),
+            "below the top by": token.get("deficit") or None,
+            "margin": record.margin if bad else None,
+            "router margin": record.routing.get("row_margin"),
+        },
+        "Worst row": {
+            "position": record.worst_position,
+            "schedule": record.worst_schedule,
+            "error ratio": ratios.worst(record),
+            "bound": record.bound,
+            "max error": record.max_abs,
+            "rmse": record.rmse,
+            "noise max": record.noise_max,
+            "noise rmse": record.noise_rmse,
+        },
+        "All rows": {
+            "rows": record.rows or None,
+            **{word: count or None for word, count in record.verdicts.items()},
+            "least margin": None if bad else record.margin,
+            "least router margin": record.routing.get("margin"),
+            "rounding of router margins": record.routing.get("rounding"),
+            "seed": record.seed,
+        },
+    }
+    shown = {title: {name: value for name, value in group.items() if value is not None} for title, group in groups.items()}
+    return tuple((title, tuple((name, _written(value)) for name, value in group.items())) for title, group in shown.items())
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else text.figure(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _flat(extra: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -149,6 +215,7 @@ def template(name: str) -> Template:
     script = _asset("gate.js")
     environment.globals.update(
         plural=text.plural,
+        facts=ratios.facts,
         case_id=case_id,
         power_of=power_of,
         Outcome=Outcome,

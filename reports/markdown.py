@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
+from reports import ratios
 from reports.summary import MARKS, Matrix, Summary, case_id, environment
 from reports.text import code_span, duration, figure, markdown, one_line, plural, shorten, times
 
@@ -26,7 +27,7 @@ def render(report: Summary) -> str:
     """The Markdown text; ends in a newline."""
     out = [f"## {MARKS[report.outcome].glyph} decodegate: {markdown(report.verdict)}", ""]
     out += [f"{'<br>' * (index > 0)}{line}" for index, line in enumerate(_environment(report))]
-    for section in (_failures, _reasons, _matrix, _figures, _power, _smoke):
+    for section in (_failures, _words, _reasons, _matrix, _figures, _power, _smoke):
         if part := list(section(report)):
             out += ["", *part]
     return "\n".join(out) + "\n"
@@ -51,16 +52,31 @@ def _failures(report: Summary) -> Iterable[str]:
     if not records:
         return
     several = len(report.columns) > 1
-    yield f"| | cell | {'build | ' * several}first bad position | error ratio | what happened, and how to replay it |"
-    yield f"|-|-|{'-|' * several}-:|-:|-|"
+    columns = "first bad position | error ratio there | worst error ratio"
+    yield f"| | cell | {'build | ' * several}{columns} | what happened, and how to replay it |"
+    yield f"|-|-|{'-|' * several}-:|-:|-:|-|"
     for record in records:
         where = f"{markdown(case_id(record))}<br>{code_span(record.check)}<br>{markdown(_variant(record))}"
         column = f"{markdown(report.column(record))} | " if several else ""
         position = "–" if record.first_bad_position is None else str(record.first_bad_position)
-        ratio = "–" if record.error_ratio is None else f"**{figure(record.error_ratio)}** (≤ {figure(record.bound)})"
+        here, worst = _ratio(record, ratios.at_first_bad(record)), _ratio(record, ratios.worst(record))
+        place = markdown(ratios.worst_place(record))
         what = markdown(shorten(one_line(record.message), _REASON_WIDTH)) or MARKS[record.outcome].meaning
         replay = f"<br>{code_span(record.replay)}" if record.replay else ""
-        yield f"| {MARKS[record.outcome].glyph} {record.outcome} | {where} | {column}{position} | {ratio} | {what}{replay} |"
+        numbers = f"{position} | {here} | {worst}{' ' * bool(place)}{place}"
+        yield f"| {MARKS[record.outcome].glyph} {record.outcome} | {where} | {column}{numbers} | {what}{replay} |"
+
+
+def _words(report: Summary) -> Iterable[str]:
+    if report.of(Outcome.FAIL):
+        yield (
+            "Error ratio: how far logits are from the float64 recompute, in units of the noise of the dtype. DRIFT: a row "
+            "beyond the bound with the recompute's token; WRONG: with another token too, or not finite."
+        )
+
+
+def _ratio(record: Record, value: float | None) -> str:
+    return "–" if value is None else f"**{figure(value)}** (≤ {figure(record.bound)})"
 
 
 def _variant(record: Record) -> str:
@@ -164,6 +180,7 @@ def _smoke(report: Summary) -> Iterable[str]:
 
 def _smoke_check(record: Record) -> str:
     words = markdown(f"{record.check.removeprefix('smoke_').replace('_', ' ')} {_variant(record)}")
-    ratio = f" {figure(record.error_ratio)} (≤ {figure(record.bound)})" if record.error_ratio is not None else ""
+    worst = ratios.worst(record)
+    ratio = "" if worst is None else f" worst error ratio {figure(worst)} (≤ {figure(record.bound)})"
     message = f": {markdown(shorten(one_line(record.message), _REASON_WIDTH))}" if record.message else ""
     return f"{MARKS[record.outcome].glyph} {words}{ratio}{message}"

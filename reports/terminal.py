@@ -1,33 +1,25 @@
-"""The terminal: progress while a run goes on, and the summary after it. Quiet where all is well, exact where it is not.
-
-On a terminal, one live block shows the bar, the counts and the current cell; a cell that does not pass scrolls by above it at
-once. Anywhere else (CI logs, pipes) the same is said in plain lines without a single control character.
-"""
+"""The terminal: the summary after a run. Quiet where all is well, exact where it is not."""
 
 from __future__ import annotations
 
 import io
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from harness.check import POWER
 from harness.choice import in_words
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports.summary import BAD, MARKS, DtypeFigures, Power, Summary, case_id
-from reports.text import duration, figure, lines, one_line, plural, shorten, times
+from reports import ratios
+from reports.summary import MARKS, DtypeFigures, Power, Summary, case_id
+from reports.text import duration, figure, lines, one_line, plural, times
 
-__all__ = ["Progress", "make_console", "summary"]
+__all__ = ["dotted", "headline", "make_console", "print_line", "summary"]
 
 _FULL_FAILURES = 20  # beyond that a failure takes two lines instead of four
 _PLAIN_WIDTH = 120
@@ -44,85 +36,6 @@ def make_console(file: TextIO | None = None) -> Console:
     if stream.isatty():
         return Console(file=stream, **options)  # type: ignore[arg-type]
     return Console(file=stream, force_terminal=False, no_color=True, color_system=None, width=_PLAIN_WIDTH, **options)  # type: ignore[arg-type]
-
-
-class Progress:
-    """Shows a run while it goes on; a context manager.
-
-    >>> with Progress(132) as progress:
-    ...     progress.begin("engine::llama/gqa::...")
-    ...     progress.finish(record)
-    """
-
-    def __init__(self, selected: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or make_console()
-        self._selected = selected
-        self._clock = clock
-        self._start = clock()
-        self._running: dict[str, float] = {}
-        self._counts: Counter[Outcome] = Counter()
-        self._next_line = 0.0
-        self._live: Live | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._spinner = Spinner("dots", style="dim")
-            self._live = Live(get_renderable=self._block, console=self._console, refresh_per_second=8, transient=True)
-
-    def __enter__(self) -> Progress:
-        self._start = self._clock()
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    @property
-    def done(self) -> int:
-        return self._counts.total()
-
-    def begin(self, cell: str) -> None:
-        """A worker has started on the cell, or on several of them under one label (see `end`)."""
-        self._running[cell] = self._clock()
-
-    def end(self, label: str) -> None:
-        """What `begin` named has ended; its records, if any, have names of their own."""
-        self._running.pop(label, None)
-
-    def finish(self, record: Record) -> None:
-        """The cell has ended; what did not pass is shown at once."""
-        self._running.pop(record.cell, None)
-        self._counts[record.outcome] += 1
-        if record.outcome not in (Outcome.PASS, Outcome.UNSUPPORTED):
-            _print(self._console, _headline(record))
-        if self._live is None:
-            share = self.done / max(self._selected, 1)
-            if share >= self._next_line or self.done == self._selected:
-                _print(self._console, Text(f"[{self.done:>{len(str(self._selected))}}/{self._selected}] ") + self._tally())
-                self._next_line = share + 0.1
-
-    def _tally(self) -> Text:
-        parts = [Text(f"{MARKS[o].glyph} {self._counts[o]} {o}", MARKS[o].style) for o in MARKS if self._counts[o]]
-        parts.append(Text(duration(self._clock() - self._start), "dim"))
-        return _dotted(parts)
-
-    def _block(self) -> RenderableType:
-        now = self._clock()
-        width = max(10, min(40, self._console.width - 60))
-        filled = min(width * self.done // max(self._selected, 1), width)
-        red = any(self._counts[outcome] for outcome in BAD)
-        bar = Text.assemble(("━" * filled, "red" if red else "green"), ("━" * (width - filled), "bright_black"))
-        top = Text("  ").append_text(bar).append(f"  {self.done}/{self._selected}  ", "bold").append_text(self._tally())
-        rows: list[RenderableType] = [Text(""), _fit(top, self._console)]
-        if self._running:
-            cell, began = next(iter(self._running.items()))  # the one that has run longest
-            more = f"  +{len(self._running) - 1} more" if len(self._running) > 1 else ""
-            slow = f"  {duration(now - began)}" if now - began >= 2 else ""
-            label = shorten(one_line(cell), max(self._console.width - 8 - len(more) - len(slow), 10))
-            current = Table.grid(padding=(0, 1))
-            current.add_row(Text(" "), self._spinner, Text.assemble((label, "dim"), (slow, "yellow"), (more, "dim")))
-            rows.append(current)
-        return Group(*rows)
 
 
 def summary(
@@ -147,21 +60,21 @@ def summary(
     out += [*_verdict(report, elapsed_s), Text(""), *_facts(report, files, console.width - 1)]
     console.print()
     for text in out:
-        _print(console, text)
+        print_line(console, text)
     console.print()
 
 
 def _failure(report: Summary, record: Record, compact: bool, width: int) -> list[Text]:
-    headline = _headline(record)
+    head = headline(record)
     if len(report.columns) > 1:
-        headline.append(f"  {one_line(report.column(record))}", "cyan")
-    numbers = _dotted(_numbers(record, compact))
+        head.append(f"  {one_line(report.column(record))}", "cyan")
+    numbers = [_short(record)] if compact else _numbers(record)
     hint = in_words(record.routing, one_line(record.dtype))
     after = [Text(f"    {hint}", "yellow")] if hint else []
     after += [Text(f"    {one_line(record.replay)}")] if record.replay else []
-    if compact and numbers and headline.cell_len + numbers.cell_len + 2 < width:
-        return [headline.append("  ").append_text(numbers), *after]
-    block = [headline, *([Text("    ").append_text(numbers)] if numbers else [])]
+    if compact and numbers[0] and head.cell_len + numbers[0].cell_len + 2 < width:
+        return [head.append("  ").append_text(numbers[0]), *after]
+    block = [head, *(Text("    ").append_text(line) for line in numbers if line)]
     if compact:
         return block + after
     if record.message and (record.outcome is not Outcome.FAIL or record.first_bad_position is None):
@@ -172,7 +85,7 @@ def _failure(report: Summary, record: Record, compact: bool, width: int) -> list
     return [*block, *after, Text("")]
 
 
-def _headline(record: Record) -> Text:
+def headline(record: Record) -> Text:
     """Mark, case, check, dtype: enough to know which cell it is without its full id."""
     mark = MARKS[record.outcome]
     text = Text.assemble("  ", (mark.glyph, mark.style), f" {one_line(case_id(record))}  ", (one_line(record.check), "bold"))
@@ -183,21 +96,24 @@ def _headline(record: Record) -> Text:
     return text
 
 
-def _numbers(record: Record, compact: bool = False) -> list[Text]:
-    parts = []
-    if record.first_bad_position is not None:
-        parts.append(Text.assemble("position " if compact else "first bad position ", (str(record.first_bad_position), "bold")))
-    if record.error_ratio is not None:
-        bound = f" (bound {figure(record.bound)})" if record.bound is not None else ""
-        parts.append(Text.assemble("error ratio ", (figure(record.error_ratio), "bold"), bound))
-    if compact:
-        return parts
+def _short(record: Record) -> Text:
+    return dotted(_texts(ratios.facts(record)))
+
+
+def _numbers(record: Record) -> list[Text]:
+    """A line on the first bad row and one on the worst, where that is another; one line where no row is bad."""
+    first, worst = _texts(ratios.of_first_bad(record)), _texts(ratios.of_worst(record))
     token = record.first_bad_token or {}
     if "expected" in token and "got" in token:
-        parts.append(Text(f"token {one_line(str(token['expected']))} expected, {one_line(str(token['got']))} got"))
-    if record.margin is not None and parts:
-        parts.append(Text(f"margin {figure(record.margin)}", "dim"))
-    return parts
+        expected, got = one_line(str(token["expected"])), one_line(str(token["got"]))
+        first.append(Text(f"token {expected} as expected" if expected == got else f"token {expected} expected, {got} got"))
+    if record.margin is not None and first + worst:
+        (first or worst).append(Text(f"margin {figure(record.margin)}", "dim"))
+    return [dotted(parts) for parts in (first, worst) if parts]
+
+
+def _texts(facts: Iterable[ratios.Fact]) -> list[Text]:
+    return [Text.assemble(fact.before, (fact.value, "bold"), fact.after) for fact in facts]
 
 
 def _verdict(report: Summary, elapsed_s: float | None) -> list[Text]:
@@ -206,7 +122,7 @@ def _verdict(report: Summary, elapsed_s: float | None) -> list[Text]:
     spent = duration(elapsed_s) if elapsed_s is not None else f"{duration(report.duration_s)} in cells"
     head = [Text.assemble("  ", (f"{mark.glyph} {report.verdict}", style), ("  ", ""), (spent, "dim"))]
     if len(report.counts) > 1:
-        counts = _dotted([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
+        counts = dotted([Text(f"{MARKS[o].glyph} {n} {o}", MARKS[o].style) for o, n in report.counts.items()])
         head.append(Text("    ") + counts)
     return head
 
@@ -220,7 +136,7 @@ def _facts(report: Summary, files: Iterable[Path | str], width: int) -> Iterable
     yield from _block("error", _error_facts(report.dtypes), width)
     ties, rows = report.ties
     if rows:
-        yield _labelled("ties", Text(f"{ties} of {plural(rows, 'row')}"))
+        yield _labelled("ties", Text(f"{ties} of {plural(rows, 'row')}").append("  greedy choices within the noise", "dim"))
     if report.power:
         yield from _block("power", [_power_fact(report.power[0])], width)
     if missing := report.without_power:
@@ -251,18 +167,18 @@ def _labelled(label: str, fact: Text) -> Text:
 def _error_facts(figures: Sequence[DtypeFigures]) -> Iterable[Text]:
     """Worst error ratio against its bound, and the noise floor that it is measured with, by dtype."""
     names = [one_line(entry.dtype) for entry in figures]
-    ratios = [f"{figure(e.worst.error_ratio)} of {figure(e.worst.bound)}" if e.worst else "" for e in figures]
+    worsts = [f"worst ratio {figure(e.worst.error_ratio)} (bound {figure(e.worst.bound)})" if e.worst else "" for e in figures]
     noises = [f"noise floor {figure(entry.noise_max)}" for entry in figures]
-    for entry, name, ratio, noise in zip(figures, names, ratios, noises, strict=True):
+    for entry, name, ratio, noise in zip(figures, names, worsts, noises, strict=True):
         worst = entry.worst
         beyond = worst is not None and worst.bound is not None and not (worst.error_ratio or 0.0) <= worst.bound
-        line = Text(f"{name:<{max(map(len, names))}}  ").append(f"{ratio:<{max(map(len, ratios))}}", "red" if beyond else "")
+        line = Text(f"{name:<{max(map(len, names))}}  ").append(f"{ratio:<{max(map(len, worsts))}}", "red" if beyond else "")
         where = f"  {case_id(worst)} {worst.check}" if worst else ""
         yield line.append(f"  {noise:<{max(map(len, noises))}}", "dim").append(one_line(where).rjust(len(where)), "dim")
 
 
 def _power_fact(power: Power) -> Text:
-    text = Text(f"weakest {times(power.times)} the bound", "yellow" if power.weak else "")
+    text = Text(f"weakest planted fault {times(power.times)} the bound", "yellow" if power.weak else "")
     if power.weak:
         text.append(f", at least {POWER:.0f}× is wanted", "yellow")
     return text.append(f"  {one_line(power.fault)} on {one_line(power.check)}, {case_id(power.record)}", "dim")
@@ -280,7 +196,7 @@ def _smoke_facts(records: Sequence[Record]) -> Iterable[Text]:
             )
             if measured:
                 worst = max(measured, key=lambda record: record.error_ratio or 0.0)
-                ratio = f"  error ratio {figure(worst.error_ratio)} of {figure(worst.bound)}"
+                ratio = f"  worst ratio {figure(worst.error_ratio)} (bound {figure(worst.bound)})"
                 line.append(ratio).append(f"  {one_line(worst.check.removeprefix('smoke_'))}", "dim")
             yield line
         for record in group:
@@ -288,9 +204,7 @@ def _smoke_facts(records: Sequence[Record]) -> Iterable[Text]:
                 continue
             mark = MARKS[record.outcome]
             name = f" {one_line(case)} {one_line(record.check.removeprefix('smoke_'))} {one_line(dtype)}"
-            yield (
-                Text.assemble((mark.glyph, mark.style), name).append("  ").append_text(_dotted(_numbers(record, compact=True)))
-            )
+            yield (Text.assemble((mark.glyph, mark.style), name).append("  ").append_text(_short(record)))
             if record.message:
                 yield Text(f"  {one_line(record.message)}", "dim")
 
@@ -302,18 +216,13 @@ def _grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> Iterabl
     return groups.items()
 
 
-def _dotted(parts: Iterable[Text]) -> Text:
+def dotted(parts: Iterable[Text]) -> Text:
     text = Text()
     for index, part in enumerate(parts):
         text.append(" · " * (index > 0), "dim").append_text(part)
     return text
 
 
-def _fit(text: Text, console: Console) -> Text:
-    text.truncate(console.width - 1, overflow="ellipsis")
-    return text
-
-
-def _print(console: Console, text: Text) -> None:
+def print_line(console: Console, text: Text) -> None:
     """Lines are not broken by us, so that a command can be copied whole."""
     console.print(text, soft_wrap=True)

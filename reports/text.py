@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.figures import figure
+
 __all__ = [
     "build_name", "code_span", "duration", "figure", "lines", "markdown", "one_line", "plural", "shorten", "times", "visible",
     "write_text",
@@ -21,9 +23,6 @@ __all__ = [
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
 )
-
-
-_BEYOND_ALL = 1e300  # record files have no infinities: they stand there as the largest finite number
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -75,22 +74,6 @@ def build_name(build: Mapping[str, Any]) -> str:
     if not commit or commit.startswith(name):
         return name
     return f"{name} at {commit[:10]}{' with changes' if build.get('dirty') else ''}"
-
-
-def figure(value: float | None) -> str:
-    """Three significant digits: 0, 1.31, 812, 3.1e-6, 4.2e12, nan, ∞; an en dash for None."""
-    if value is None:
-        return "–"
-    if math.isnan(value):
-        return "nan"
-    if abs(value) >= _BEYOND_ALL:
-        return "∞" if value > 0 else "-∞"
-    if value == 0:
-        return "0"
-    if 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
 
 
 def times(value: float | None) -> str:

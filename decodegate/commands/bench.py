@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from decodegate.help import JUDGE, examples
 from decodegate.output import writable_file
 from harness.outcomes import ExitCode
 
@@ -22,10 +24,16 @@ DEFAULT_PEERS = "mlx_lm:bfloat16,mlx_lm:float32,transformers:float32"
 MOE = "moe"
 MOE_FORMATS = "nvfp4,mxfp8"
 ENGINES = ("engine", "mlx_lm", "transformers")
+EPILOG = examples(
+    'decodegate bench --base HEAD~1 --peers ""',
+    "decodegate bench --peer-python ~/venvs/mlx-lm/bin/python --out bench.json",
+    "decodegate bench ./my-model --peers transformers:float32 --rounds 8",
+    "decodegate bench moe --formats nvfp4,mxfp8",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench")(command)
+    app.command("bench", epilog=EPILOG, rich_help_panel=JUDGE)(command)
 
 
 def command(
@@ -63,37 +71,32 @@ def command(
 
     `bench moe` times products with quantised experts instead, the engine's mapped gather against MLX's own; --formats,
     --rounds, --busy-ok, --timeout, --out and --json apply.
-
-    Examples:
-
-        decodegate bench --base HEAD~1 --peers ""
-
-        decodegate bench --peer-python ~/venvs/mlx-lm/bin/python --out bench.json
-
-        decodegate bench ./my-model --peers transformers:float32 --prompt 512 --rounds 8
-
-        decodegate bench moe --formats nvfp4,mxfp8
     """
-    from rich.console import Console
-
     from harness.bench import moe
     from harness.bench.run import measure_checkpoint
     from harness.builds import BuildError, Builds, Source
     from harness.lock import hold
     from reports import bench, bench_moe
+    from reports.progress import Progress
+    from reports.terminal import make_console
 
-    console = Console(stderr=True)
+    progress = Progress(0, make_console(sys.stderr))
     if checkpoint == MOE:
         if base is not None:
             raise typer.BadParameter("bench moe compares the products of one build with MLX's own", param_hint="--base")
         names = _formats(formats)
-        with hold("decodegate bench moe", timeout=timeout) as waited, console.status("measuring") as status:
-            result = moe.measure(names, rounds=rounds, allow_busy=busy_ok, say=lambda text: status.update(text))
+        with hold("decodegate bench moe", timeout=timeout) as waited, progress:
+            progress.begin("bench moe")
+            result = moe.measure(names, rounds=rounds, allow_busy=busy_ok, say=progress.say)
         _show(result | {"lock_wait_s": round(waited, 3)}, result["environment"], bench_moe.table, out, as_json)
         return
+    if peer_python is not None and shutil.which(peer_python) is None:
+        raise typer.BadParameter(f"{peer_python!r} is no program that can be run", param_hint="--peer-python")
     wanted = [("engine", _dtype(dtype)), *(_peer(word.strip()) for word in peers.split(",") if word.strip())]
     try:
-        with Builds(Source.find("engine", repo)) as builds, console.status("making builds") as status:
+        with Builds(Source.find("engine", repo)) as builds, progress:
+            progress.begin(f"bench of {checkpoint}")
+            progress.say("making builds")
             chosen = _peers(wanted, builds, base, peer_python or sys.executable)
             result = measure_checkpoint(
                 chosen,
@@ -103,7 +106,7 @@ def command(
                 rounds=rounds,
                 allow_busy=busy_ok,
                 lock_timeout_s=timeout,
-                say=lambda text: status.update(text),
+                say=progress.say,
             )
     except BuildError as error:
         print(f"decodegate bench: {error}", file=sys.stderr)

@@ -10,21 +10,18 @@ from typing import Annotated
 
 import typer
 
-from harness.outcomes import ExitCode, Infra
+from decodegate.help import USE, examples
+from harness.outcomes import ExitCode
 
-EPILOG = """
-Examples:
-
-  decodegate convert ./nemotron ./nemotron-nvfp4 --mode nvfp4 --layout modelopt
-
-  decodegate convert owner/name ./name-mxfp8 --mode mxfp8
-
-  decodegate convert ./llama ./llama-4bit --mode affine4 --group-size 32
-"""
+EPILOG = examples(
+    "decodegate convert ./nemotron ./packed --mode nvfp4 --layout modelopt",
+    "decodegate convert owner/name ./name-mxfp8 --mode mxfp8",
+    "decodegate convert ./llama ./llama-4bit --mode affine4 --group-size 32",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("convert", epilog=EPILOG)(command)
+    app.command("convert", epilog=EPILOG, rich_help_panel=USE)(command)
 
 
 def command(
@@ -45,17 +42,24 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the summary.")] = False,
 ) -> None:
     """Write a quantised copy of a checkpoint: routers, convolutions, norms and what does not fit groups stay as they are."""
-    from engine.checkpoint import HubUnavailable
     from engine.checkpoint.convert import convert
     from engine.checkpoint.pack import LAYOUTS
-    from engine.errors import EngineError
+    from engine.checkpoint.policy import POLICIES, quantisation_format
+    from engine.errors import EngineError, Refused
+    from harness.checkpoints import resolve
 
     if layout not in LAYOUTS:
         raise typer.BadParameter(f"{layout!r} is none of {', '.join(LAYOUTS)}", param_hint="--layout")
+    if policy not in (None, *POLICIES):
+        raise typer.BadParameter(f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy")
     try:
-        done = convert(source, out, mode=mode, layout=layout, policy=policy, group_size=group_size)
-    except HubUnavailable as error:
-        raise Infra(str(error)) from None
+        quantisation_format(mode, group_size)
+    except Refused as error:
+        raise typer.BadParameter(str(error), param_hint="--mode, --group-size") from None
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise typer.BadParameter(f"{str(out)!r} exists and is no empty directory; name another, or remove it", param_hint="OUT")
+    try:
+        done = convert(resolve(source), out, mode=mode, layout=layout, policy=policy, group_size=group_size)
     except EngineError as error:
         print(f"decodegate convert: {error}", file=sys.stderr)
         raise typer.Exit(int(ExitCode.WRONG)) from None

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decodegate.help import LOOK, examples
+
 if TYPE_CHECKING:
     from harness.diagnosis import Diagnosis, Finding
 
 __all__ = ["register"]
+EPILOG = examples(
+    "decodegate doctor",
+    "decodegate doctor --json",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor")(command)
+    app.command("doctor", epilog=EPILOG, rich_help_panel=LOOK)(command)
 
 
 def command(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
@@ -22,12 +28,6 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Machine-readab
 
     Ends 0 unless something makes a gate impossible; what is merely absent (a peer, a checkpoint) is listed with its
     install command.
-
-    Examples:
-
-        decodegate doctor
-
-        decodegate doctor --json
     """
     from harness.diagnosis import diagnose
     from harness.outcomes import ExitCode
@@ -52,11 +52,12 @@ def _text(found: Diagnosis) -> str:
         *((name, value) for name, value in found.versions.items()),
     ]
     lines = [f"{name:<22} {value}" for name, value in rows]
-    lines += ["", "targets", *map(_line, found.targets), "", "checkpoints", *map(_line, found.checkpoints), ""]
+    lines += ["", "targets", *_lines(found.targets), "", "checkpoints for smoke and bench", *_lines(found.checkpoints), ""]
     lines += [f"Warning: {text}" for text in found.warnings]
     lines += [f"NOT ABLE TO RUN A GATE: {text}" for text in found.blocking] or ["A gate can run here."]
     return "\n".join(lines)
 
 
-def _line(finding: Finding) -> str:
-    return f"  {'yes' if finding.available else 'no ':<4} {finding.name:<18} {finding.text}"
+def _lines(findings: list[Finding]) -> list[str]:
+    width = max(len(finding.name) for finding in findings)
+    return [f"  {'yes' if one.available else 'no ':<4} {one.name:<{width}}  {one.text}" for one in findings]

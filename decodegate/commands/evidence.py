@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decodegate.help import JUDGE, examples
 from decodegate.output import writable_directory
-from harness.outcomes import ExitCode, Infra, Outcome
+from harness.outcomes import ExitCode, Infra, Outcome, Rejected
 
 if TYPE_CHECKING:
     from harness.builds import Made
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 Names = list[str] | None
+EPILOG = examples(
+    "decodegate evidence --base HEAD~1 --family nemotron_nas",
+    "decodegate evidence --base v0.3 --head v0.4 --check repeat_is_deterministic",
+    "decodegate evidence --base origin/main --bench smollm2",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("evidence")(command)
+    app.command("evidence", epilog=EPILOG, rich_help_panel=JUDGE)(command)
 
 
 def command(
@@ -38,7 +44,8 @@ def command(
     ] = None,
     target: Annotated[str, typer.Option(help="The target whose package the builds hold: a name or module:Class.")] = "engine",
     repo: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")
+        Path | None,
+        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Repository of the package. Default: where it lies."),
     ] = None,
     bench: Annotated[
         str | None, typer.Option(metavar="CHECKPOINT", help="Measure speed on both builds too: smollm2, a path.")
@@ -59,14 +66,6 @@ def command(
     A build that aborts, hangs or raises costs its own field of the table and nothing else. The exit code is that of the build
     after the change: 0 when all of its cells pass, 1 when one is wrong; 4 when there is no before and after to compare, 75 when
     all is well but the speed that --bench asks for could not be measured.
-
-    Examples:
-
-        decodegate evidence --base HEAD~1 --family nemotron_nas
-
-        decodegate evidence --base v0.3 --head v0.4 --check incremental_logits_match_full_forward
-
-        decodegate evidence --base origin/main --bench smollm2
     """
     from harness.builds import BuildError, Builds, Source
     from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects, unknown
@@ -102,16 +101,14 @@ def command(
             before, after = builds.revision(base), builds.revision(head) if head else builds.working_tree()
             with hold("decodegate evidence", timeout=lock_timeout) as waited:
                 table = _run(before, after, cells, out, seed=seed, timeout_s=timeout, target=target, waited=waited)
+                outcomes = [row.after.outcome for row in table.rows]
                 if bench is not None:
-                    _measure(table, before, after, bench, rounds, busy_ok)
+                    outcomes.append(_measure(table, before, after, bench, rounds, busy_ok))
     except BuildError as error:
         print(f"decodegate evidence: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.BASELINE_RED) from None
     written = write(table, out)
     print(written["json" if as_json else "md"].read_text("utf-8"), end="")
-    outcomes = [row.after.outcome for row in table.rows]
-    if bench is not None and table.speed is None:
-        outcomes.append(Outcome.INFRA)
     raise typer.Exit(exit_code(outcomes))
 
 
@@ -141,8 +138,10 @@ def _run(
     return Table(head, records)
 
 
-def _measure(table: Table, before: Made, after: Made, checkpoint: str, rounds: int, busy_ok: bool) -> None:
-    """Speed on both builds into the table, ratios after / before; where there is none, the reason as a note."""
+def _measure(table: Table, before: Made, after: Made, checkpoint: str, rounds: int, busy_ok: bool) -> Outcome:
+    """Speed on both builds into the table, ratios after / before; where there is none, the reason as a note. Returns what came
+    of it: the cells have been run, and their table is not lost for it.
+    """
     from harness.bench.process import Peer
     from harness.bench.run import measure_checkpoint
     from harness.evidence import AFTER, BEFORE
@@ -156,6 +155,8 @@ def _measure(table: Table, before: Made, after: Made, checkpoint: str, rounds: i
             allow_busy=busy_ok,
             say=lambda text: print(f"bench: {text}", file=sys.stderr),
         )
-    except Infra as error:
+        return Outcome.PASS
+    except (Infra, Rejected) as error:
         table.header.notes.append(f"speed was not measured: {error}")
         print(f"decodegate evidence: {table.header.notes[-1]}", file=sys.stderr)
+        return Outcome.INFRA if isinstance(error, Infra) else Outcome.ERROR

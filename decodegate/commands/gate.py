@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from decodegate.help import JUDGE, examples
 from decodegate.output import writable_directory
 from harness.outcomes import ExitCode
 
@@ -30,17 +31,6 @@ SUITE = "decoding"  # the package of suites whose checks make the matrix
 RECORDS = "gate.jsonl"
 PREVIOUS = "previous.jsonl"  # the records that a rerun goes by; the run itself writes a new gate.jsonl
 FINISHED = (0, 1, 5)  # pytest's exit codes of a run that got to its end: all passed, some failed, none selected
-EPILOG = """
-Examples:
-
-  decodegate gate
-
-  decodegate gate --case llama/gqa --dtype float32
-
-  decodegate gate --target engine --target mlx_lm --checkpoint ./my-model
-
-  decodegate gate --rerun-failed
-"""
 MOST_JOBS = 8  # by default: each process holds torch and MLX, which take 1 GB
 
 
@@ -49,21 +39,29 @@ class Isolate(str, Enum):
     CELL = "cell"
 
 
+EPILOG = examples(
+    "decodegate gate",
+    "decodegate gate --case llama/gqa --dtype float32",
+    "decodegate gate --target engine --target mlx_lm --checkpoint ./my-model",
+    "decodegate gate --rerun-failed",
+)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("gate", epilog=EPILOG)(gate)
+    app.command("gate", epilog=EPILOG, rich_help_panel=JUDGE)(gate)
 
 
 def gate(
     family: Annotated[list[str] | None, typer.Option(help="Run only this family (repeatable).")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Run only this case, as in llama/gqa (repeatable).")] = None,
     check: Annotated[list[str] | None, typer.Option(help="Run only this check (repeatable).")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Run only this dtype (repeatable).")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="Run only this layout (repeatable).")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Run only float32, bfloat16 or float16 (repeatable).")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="Run only dense or model_owned (repeatable).")] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="Target to judge, a known name or module:Class (repeatable).")
+        list[str] | None, typer.Option(help="Engine to judge, a known name or module:Class (repeatable). Default: engine.")
     ] = None,
     checkpoint: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint as a further case (repeatable).")
+        list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint directory as a further case (repeatable).")
     ] = None,
     jobs: Annotated[
         int | None,
@@ -72,28 +70,34 @@ def gate(
     out: Annotated[Path, typer.Option(metavar="DIR", callback=writable_directory, help="Where records and reports go.")] = Path(
         "gate-out"
     ),
-    seed: Annotated[int, typer.Option(help="Of weights, tokens and the shuffled order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, tokens and the shuffled order.")] = 0,
     shuffle: Annotated[bool, typer.Option("--shuffle", help="Run cells in an order drawn from the seed.")] = False,
-    isolate: Annotated[Isolate, typer.Option(help="A process for many cells, or one for each.")] = Isolate.WORKER,
+    isolate: Annotated[Isolate, typer.Option(help="One process for many cells, or one for each cell.")] = Isolate.WORKER,
     timeout: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that a cell may take.")] = 60.0,
     build: Annotated[
         str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")
     ] = None,
     rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run only what did not pass in DIR/gate.jsonl.")] = False,
     smoke: Annotated[
-        bool | None, typer.Option("--smoke/--no-smoke", help="Smoke of a real checkpoint; on where nothing is selected.")
+        bool | None,
+        typer.Option("--smoke/--no-smoke", help="Run real checkpoints too. Default: where nothing is selected."),
     ] = None,
 ) -> None:
-    """Run the matrix of cells, judge it, and write gate.jsonl, gate.md, gate.html and gate.xml.
+    """Run every check on every case, judge each against the recompute, and write gate.jsonl, gate.md, gate.html and gate.xml.
 
-    Exits with 0 where all is well, 1 where something is wrong, 2 on a usage error, 3 where a cell was vacuous or nothing was
-    run, 75 where only the surroundings failed.
+    Without a selection that is all tiny cases in each dtype and layout, and a smoke of the real checkpoints; with one, the
+    cells that fit all of it. `decodegate list` has the names. The layout is who holds a sequence's state: the engine (dense) or
+    the model (model_owned).
+
+    Exits with 0 where all is well, 1 where something is wrong, 2 on a usage error, 3 where a cell was vacuous (it ran, but what
+    it tests did not) or nothing was run, 75 where only the surroundings failed (no weights, no lock).
     """
     import pytest
 
     from reports import job_summary
 
     _know_checks(check or ())
+    _know_checkpoints(checkpoint or ())
     job_summary.claim()
     began = time.monotonic()
     selections = {"family": family, "case": case, "check": check, "dtype": dtype, "layout": layout, "target": target}
@@ -157,6 +161,17 @@ def _know_checks(names: Iterable[str]) -> None:
         if name not in known:
             typer.echo(f"decodegate gate: {unknown('check', name, known)}", err=True)
             raise typer.Exit(int(ExitCode.USAGE))
+
+
+def _know_checkpoints(paths: Iterable[Path]) -> None:
+    """A directory that is not there is a usage error; one that is damaged raises Rejected, which pytest would call usage."""
+    from harness.cells import SelectionError, checkpoint_subjects
+
+    try:
+        checkpoint_subjects(paths)
+    except SelectionError as error:
+        typer.echo(f"decodegate gate: {error}", err=True)
+        raise typer.Exit(int(ExitCode.USAGE)) from None
 
 
 def _base_arguments() -> list[str]:
@@ -260,7 +275,7 @@ class _Reporter:
 
     def pytest_gate_start(self, selected: int) -> None:
         from harness.smoke import CHECKS
-        from reports.terminal import Progress
+        from reports.progress import Progress
 
         self._progress = self._stack.enter_context(Progress(selected + len(CHECKS) * len(self._smokes)))
 
@@ -295,13 +310,10 @@ class _Reporter:
 
         try:
             for source in self._smokes:
-                label = f"smoke of {Path(source).name}"
+                smoke = Smoke(source, seed=seed)
+                label = f"smoke of {Path(source).name} in {smoke.dtype}"
                 self._progress.begin(label)
-                run(
-                    Smoke(source, seed=seed),
-                    keep,
-                    notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True),
-                )
+                run(smoke, keep, say=self._progress.say)
                 self._progress.end(label)
         finally:
             writer.close()

@@ -8,23 +8,19 @@ from typing import Annotated
 
 import typer
 
-from harness.outcomes import ExitCode, Infra
+from decodegate.help import USE, examples
+from harness.outcomes import ExitCode
 
-EPILOG = """
-Examples:
-
-  decodegate generate SmolLM2-135M-Instruct.Q4_1.gguf "Why is the sky blue?"
-
-  decodegate generate ./checkpoint "Once upon a time" --no-chat --max-tokens 64
-
-  decodegate generate owner/name "A haiku, please." --temperature 0.8 --top-p 0.95 --seed 7
-
-  echo "Translate: good morning" | decodegate generate ./checkpoint - --json
-"""
+EPILOG = examples(
+    'decodegate generate smollm2 "Why is the sky blue?"',
+    'decodegate generate ./checkpoint "Once upon a time" --no-chat --max-tokens 64',
+    'decodegate generate owner/name "A haiku, please." --temperature 0.8 --seed 7',
+    'echo "Translate: good morning" | decodegate generate ./checkpoint - --json',
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(generate)
+    app.command(epilog=EPILOG, rich_help_panel=USE)(generate)
 
 
 def generate(
@@ -47,12 +43,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False,
 ) -> None:
     """Generate text with the engine. The text goes to stdout, speeds and notes to stderr."""
-    from engine.checkpoint import HubUnavailable
     from engine.checkpoint.read import COMPUTE_DTYPES
     from engine.cli import Request
     from engine.cli import generate as run
     from engine.errors import EngineError
     from engine.sampling import Sampling
+    from harness.checkpoints import resolve
 
     try:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -61,12 +57,9 @@ def generate(
     if dtype not in (None, *COMPUTE_DTYPES):
         raise typer.BadParameter(f"dtype must be one of {', '.join(COMPUTE_DTYPES)} (got {dtype!r})")
     text = sys.stdin.read() if prompt == "-" else prompt
+    request = Request(str(resolve(checkpoint)), text, chat, max_tokens, sampling, dtype, quantised)
     try:
-        reply = run(
-            Request(checkpoint, text, chat, max_tokens, sampling, dtype, quantised), (lambda _: None) if as_json else _write
-        )
-    except HubUnavailable as error:
-        raise Infra(str(error)) from None
+        reply = run(request, (lambda _: None) if as_json else _write)
     except EngineError as error:
         print(f"decodegate generate: {error}", file=sys.stderr)
         raise typer.Exit(int(ExitCode.WRONG)) from None

@@ -8,16 +8,11 @@ from typing import Annotated
 
 import typer
 
+from decodegate.help import LOOK, examples
+
 __all__ = ["register"]
 
 SUITES = "suites.decoding"
-EPILOG = """
-Examples:
-
-  decodegate list cases
-
-  decodegate list targets --json
-"""
 
 
 class Kind(str, Enum):
@@ -29,8 +24,14 @@ class Kind(str, Enum):
     MUTANTS = "mutants"
 
 
+EPILOG = examples(
+    "decodegate list cases",
+    "decodegate list targets --json",
+)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("list", epilog=EPILOG)(list_)
+    app.command("list", epilog=EPILOG, rich_help_panel=LOOK)(list_)
 
 
 def list_(

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from decodegate.help import LOOK, examples
+
 __all__ = ["register", "run_locked"]
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells say it
@@ -21,10 +23,16 @@ FORWARDED = tuple(
 )
 FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name))
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+EPILOG = examples(
+    "decodegate lock -- nox -s smoke",
+    "decodegate lock --timeout 60 -- python train.py",
+    "decodegate lock --status",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("lock", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(command)
+    context = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    app.command("lock", epilog=EPILOG, rich_help_panel=LOOK, context_settings=context)(command)
 
 
 def command(
@@ -37,14 +45,6 @@ def command(
 
     The exit code is the command's own (128 + N when signal N ended it). Signals are passed on to the command. Commands of
     decodegate inside CMD do not take the lock a second time. The lock is free as soon as its holder is gone, however it ends.
-
-    Examples:
-
-        decodegate lock -- nox -s smoke
-
-        decodegate lock --timeout 60 -- python train.py
-
-        decodegate lock --status
     """
     if status:
         _print_status(as_json)

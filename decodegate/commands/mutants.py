@@ -8,13 +8,19 @@ from typing import Annotated
 
 import typer
 
+from decodegate.help import JUDGE, examples
 from harness.outcomes import ExitCode
 
 __all__ = ["register"]
+EPILOG = examples(
+    "decodegate mutants",
+    "decodegate mutants --in-diff origin/main --jobs 2",
+    "decodegate mutants --id rewind_leaves_the_slots --all-checks",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("mutants")(command)
+    app.command("mutants", epilog=EPILOG, rich_help_panel=JUDGE)(command)
 
 
 def command(
@@ -30,7 +36,8 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     target: Annotated[str, typer.Option(help="The target whose package is changed: a name or module:Class.")] = "engine",
     repo: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Repository that holds the package. Default: where it lies.")
+        Path | None,
+        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Repository of the package. Default: where it lies."),
     ] = None,
     catalogue: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of .toml files with mutants of your own.")
@@ -44,14 +51,6 @@ def command(
 
     The checks must pass on the unchanged engine first; otherwise the exit code is 4. A mutant is caught when its named check
     fails on it. Results are kept in DIR/mutants.jsonl, so that a run that was cut short goes on where it ended.
-
-    Examples:
-
-        decodegate mutants
-
-        decodegate mutants --in-diff origin/main --jobs 2
-
-        decodegate mutants --id rewind_leaves_the_slots --all-checks
     """
     import filelock
 
@@ -90,13 +89,12 @@ def _run(
 ) -> ExitCode:
     import os
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from harness.mutants.results import Store, exit_code
     from harness.mutants.run import BaselineRed, MutantRun, Settings
     from harness.provenance import header
     from reports.mutants import as_json as to_json
     from reports.mutants import print_table, render
+    from reports.progress import follow
     from reports.terminal import make_console
 
     said = make_console(sys.stderr)
@@ -108,16 +106,12 @@ def _run(
         pending = [mutant for mutant in chosen if mutant.id not in store.kept]
         if results:
             said.print(f"{len(results)} of {len(chosen)} mutants are kept from the last run in {out}")
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         try:
-            with Progress(*columns, console=said, transient=True, disable=not said.is_terminal) as progress:
-                task = progress.add_task("unchanged build", total=len(pending))
-                for result in run.results(pending):
-                    store.add(result)
-                    results.append(result)
-                    progress.update(task, advance=1, description="mutants")
-                    if not result.good:
-                        said.print(f"{result.id}: {result.verdict}: {result.message}")
+            for result in follow(said, "mutants", run.results(pending), len(pending)):
+                store.add(result)
+                results.append(result)
+                if not result.good:
+                    said.print(f"{result.id}: {result.verdict}: {result.message}")
         except BaselineRed as error:
             print(f"decodegate mutants: {error}:", file=sys.stderr)
             for record in error.records:

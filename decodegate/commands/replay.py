@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decodegate.help import LOOK, examples
 from harness.outcomes import ExitCode
 
 if TYPE_CHECKING:
@@ -21,29 +22,28 @@ __all__ = ["register"]
 
 SUITES = "suites.decoding"
 # help texts are rich markup: a bracket that is not escaped is a style, and is not shown
-EPILOG = """
-Examples:
-
-  decodegate replay 'engine::llama/gqa::rewind_and_go_on_matches_recompute\\[float32,dense]'
-
-  decodegate replay 'engine::llama/gqa::x\\[float32,dense]' --schedule 'feed 5; rewind 2; feed 1'
-"""
+EPILOG = examples(
+    "decodegate replay 'engine::llama/gqa::repeat_is_deterministic[float32,dense]'",
+    "decodegate replay 'engine::llama/gqa::x[float32,dense]' --schedule 'step 5'",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("replay", epilog=EPILOG)(replay)
+    app.command("replay", epilog=EPILOG, rich_help_panel=LOOK)(replay)
 
 
 def replay(
-    cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id: target::family/case::check\\[dtype,layout].")],
+    cell: Annotated[
+        str, typer.Argument(metavar="CELL", help="A cell's id, as in reports: target::family/case::check[dtype,layout].")
+    ],
     schedule: Annotated[
         list[str] | None,
         typer.Option(help="Replay this schedule instead of the check's (repeatable); the check's name is free then."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     target: Annotated[str | None, typer.Option(help="module:Class, where the cell's target is not a known name.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The checkpoint, where the case is not a tiny one.")
+        Path | None, typer.Option(metavar="DIR", help="The checkpoint directory, where the case is not a tiny one.")
     ] = None,
     build: Annotated[
         str | None, typer.Option(metavar="NAME=DIR", help="A directory with another version of the target's code.")
@@ -53,6 +53,15 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with record and rows.")] = False,
 ) -> None:
     """Replay one cell and show each row of logits: position, error, noise floor, bound, margin, verdict.
+
+    The error is the largest difference from the oracle, the noise that of the reference run naively in the cell's dtype, and
+    the ratio says how far off the row is in units of noise: beyond 3 it is bad. MATCH is good; TIE is another token, which the
+    oracle has within the noise; DRIFT is the right token with an error beyond the bound; WRONG is another token too, or a
+    number that is not finite.
+
+    A schedule is a list of operations: "feed 12" prefills 12 tokens in one call ("feed 12 all" with the logits of each), "step
+    4" decodes 4 one by one, "greedy 8" lets the engine choose, "rewind 3" drops 3; "feed b 5" does it to another sequence. The
+    tokens are drawn from the seed.
 
     Exits as `decodegate gate` would for this cell alone.
     """
@@ -127,8 +136,9 @@ def _subject(case: str, dtype: str, layout: str, checkpoint: Path | None) -> Sub
 def _show(record: Record, rows: list[JudgedRow]) -> None:
     from rich.table import Table
 
+    from reports.ratios import facts
     from reports.terminal import make_console
-    from reports.text import figure
+    from reports.text import duration, figure, plural
 
     console = make_console()
     for index, schedule in enumerate(record.schedule):
@@ -159,8 +169,8 @@ def _show(record: Record, rows: list[JudgedRow]) -> None:
         console.print(table)
     for fault, power in record.power.items():
         console.print(f"power   {figure(power)} times the bound under {fault}")
-    ratio = "" if record.error_ratio is None else f"  error ratio {figure(record.error_ratio)} of {figure(record.bound)}"
-    console.print(f"{record.outcome}{ratio}  {record.rows} rows  {record.duration_s:.1f} s", style="bold")
+    said = [*map(str, facts(record)), plural(record.rows, "row"), duration(record.duration_s)]
+    console.print(f"{record.outcome}  {' · '.join(said)}", style="bold", soft_wrap=True)
     for text in filter(None, (record.message, record.detail)):
         console.print(text, soft_wrap=True)
 

@@ -8,20 +8,11 @@ from typing import Annotated
 
 import typer
 
+from decodegate.help import LOOK, examples
 from decodegate.output import writable_directory
 from harness.outcomes import ExitCode
 
 __all__ = ["register"]
-
-EPILOG = """
-Examples:
-
-  decodegate report gate-out
-
-  decodegate report base.jsonl head.jsonl --out both
-
-  decodegate report gate-out --format md
-"""
 
 
 class Format(str, Enum):
@@ -31,8 +22,15 @@ class Format(str, Enum):
     JUNIT = "xml"
 
 
+EPILOG = examples(
+    "decodegate report gate-out",
+    "decodegate report base.jsonl head.jsonl --out both",
+    "decodegate report gate-out --format md",
+)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("report", epilog=EPILOG)(report)
+    app.command("report", epilog=EPILOG, rich_help_panel=LOOK)(report)
 
 
 def report(

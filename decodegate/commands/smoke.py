@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decodegate.help import JUDGE, examples
 from decodegate.output import writable_file
 
 if TYPE_CHECKING:
@@ -16,10 +17,15 @@ if TYPE_CHECKING:
     from harness.smoke import Result
 
 __all__ = ["register"]
+EPILOG = examples(
+    "decodegate smoke",
+    "decodegate smoke ./SmolLM2-360M-Instruct --dtype bfloat16",
+    "decodegate smoke ./my-model --target mlx_lm --out smoke.jsonl",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("smoke")(command)
+    app.command("smoke", epilog=EPILOG, rich_help_panel=JUDGE)(command)
 
 
 def command(
@@ -40,23 +46,15 @@ def command(
     Greedy answer of 96 tokens with text, speed and memory; incremental and chunked logits over 257 tokens of English
     (error ratio, KL, top-1); two runs that must be identical. Runs in a worker process under the device lock, and needs no
     network for a checkpoint that is there.
-
-    Examples:
-
-        decodegate smoke
-
-        decodegate smoke ./SmolLM2-360M-Instruct --dtype bfloat16
-
-        decodegate smoke ./my-model --target mlx_lm --out smoke.jsonl
     """
-    from rich.console import Console
-
     from harness.cells import DTYPES
     from harness.outcomes import exit_code
     from harness.provenance import header
     from harness.records import Writer, encode
     from harness.smoke import CHECKS, Smoke, run
     from harness.targets import TargetError, resolve
+    from reports.progress import Progress
+    from reports.terminal import make_console
 
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
@@ -65,14 +63,13 @@ def command(
     except TargetError as error:
         raise typer.BadParameter(str(error), param_hint="--target") from None
 
-    with Console(stderr=True).status(f"smoke of {checkpoint} on {name}") as status:
+    with Progress(len(CHECKS), make_console(sys.stderr), headlines=False) as progress:
+        progress.begin(f"smoke of {checkpoint} in {dtype}")
         result = run(
-            Smoke(checkpoint, target, dtype, timeout_s=timeout, lock_timeout_s=lock_timeout),
-            lambda record: status.update(f"judged {record.check}"),
-            notify=lambda text: print(f"decodegate: {text}", file=sys.stderr, flush=True),
+            Smoke(checkpoint, target, dtype, timeout_s=timeout, lock_timeout_s=lock_timeout), progress.finish, say=progress.say
         )
     if result.stopped:
-        print(f"decodegate: {result.records[0].outcome}: {result.stopped}", file=sys.stderr)
+        print(f"decodegate smoke: {result.records[0].outcome}: {result.stopped}", file=sys.stderr)
     for record in result.records if as_json or not result.stopped else []:
         print(encode(record) if as_json else _text(record))
     if not as_json and not result.stopped:
@@ -88,9 +85,12 @@ def command(
 
 
 def _text(record: Record) -> str:
+    from reports.ratios import facts
+
     lines = [f"{record.outcome.upper():<7} {record.cell}  ({record.duration_s:.1f} s)"]
-    if record.error_ratio is not None:
-        lines.append(f"        error ratio {record.error_ratio:.3g} (bound {record.bound:g}), {record.verdicts}")
+    words = [f"{count} {word}" for word, count in record.verdicts.items()]
+    if numbers := [*map(str, facts(record)), *words]:
+        lines.append(f"        {' · '.join(numbers)}")
     lines += textwrap.wrap(record.message, 120, initial_indent=" " * 8, subsequent_indent=" " * 8)
     if record.extra.get("answer"):
         lines += ["", *textwrap.wrap(record.extra["answer"], 112, initial_indent="    | ", subsequent_indent="    | "), ""]

@@ -15,7 +15,7 @@ from harness.bench.quiet import QUIET, require_quiet
 from harness.checkpoints import resolve
 from harness.export import export
 from harness.lock import DEFAULT_TIMEOUT_S, hold
-from harness.outcomes import Infra
+from harness.outcomes import Infra, Rejected
 from harness.prompts import Source
 from reference_models.recompute import ReferenceError
 
@@ -40,7 +40,8 @@ def measure_checkpoint(
 ) -> dict[str, Any]:
     """`measure` on a checkpoint (harness.checkpoints.resolve), with `prompt` tokens of English, under the device lock.
 
-    Every peer reads the same weights, rounded to its dtype. The result also has `checkpoint` and `lock_wait_s`. Raises Infra.
+    Every peer reads the same weights, rounded to its dtype. The result also has `checkpoint` and `lock_wait_s`. Raises Infra,
+    and Rejected where the checkpoint is damaged.
     """
     source = resolve(checkpoint)
     with tempfile.TemporaryDirectory(prefix="decodegate-bench-") as directory:
@@ -49,7 +50,7 @@ def measure_checkpoint(
             tokens = Source(source).prompts(prompt).text
             exported = export(source, Path(directory), dict.fromkeys(peer.dtype for peer in peers))
         except (EngineError, ReferenceError) as error:
-            raise Infra(f"checkpoint {checkpoint!r} cannot be measured: {error}") from error
+            raise Rejected(f"checkpoint {checkpoint!r} cannot be measured: {error}") from error
         with hold("decodegate bench", timeout=lock_timeout_s) as waited:
             result = measure(peers, exported, tokens, decode=decode, rounds=rounds, allow_busy=allow_busy, say=say)
     return result | {"checkpoint": checkpoint, "lock_wait_s": round(waited, 3)}

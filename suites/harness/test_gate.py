@@ -75,13 +75,13 @@ def test_a_failure_is_shown_with_a_command_that_shows_it_again(tmp_path: Path) -
         ('{"model_type": "llama", "vocab_size": 99999999999}', "vocab_size"), (" " * (5 << 20), "larger than"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_that_can_be_no_case_is_a_usage_error_in_one_line(
+def test_a_checkpoint_that_can_be_no_case_is_wrong_in_one_line(
     tmp_path: Path, content: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(content)
     code, text = gate(tmp_path / "out", "--checkpoint", str(tmp_path))
     shown = (text + capfd.readouterr().err).strip()
-    assert code == ExitCode.USAGE
+    assert code == ExitCode.WRONG
     assert said in shown and "\n" not in shown
 
 
@@ -217,7 +217,7 @@ def test_pytest_selects_a_cell_by_keyword_and_by_node_id(tmp_path: Path) -> None
         ("--family=lama", "llama"),
         ("--target=enginee", "engine"),
         ("--dtype=float23", "float32"),
-        ("--checkpoint=/nowhere", "/nowhere/config.json: No such file"),
+        ("--checkpoint=/nowhere", "'/nowhere' is no directory"),
         ("--build=nowhere", "NAME=DIR"),
     ],
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +18,6 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from rich.console import Console
 from typer.testing import CliRunner
 
 from decodegate.commands.report import register
@@ -76,7 +77,7 @@ def told_by(text: str, outcome: Outcome = Outcome.FAIL) -> Summary:
 def test_every_outcome_is_named_in_every_report(outcome: Outcome) -> None:
     report = summary_of([synthetic.record(outcome), synthetic.record(case="mha")])
     assert f"{MARKS[outcome].glyph} 1 {outcome}" in markdown.render(report) or outcome is Outcome.PASS
-    assert f'class="cell o-{outcome}"' in html.render(report)
+    assert f'class="cell o-{outcome} ' in html.render(report)
     assert f'value="{outcome}"' in junit.render(report)
     assert MARKS[outcome].glyph in printed(report)
 
@@ -184,7 +185,7 @@ def test_the_weakest_power_figure_is_the_one_shown_and_too_weak_is_marked() -> N
     report = summary_of([synthetic.record(power={"a": 900.0, "b": 7.5}), synthetic.record(case="mha", power={"a": 40.0})])
     assert (report.power[0].fault, report.power[0].times, report.power[0].weak) == ("b", 7.5, True)
     assert "**weak** 7.5×" in markdown.render(report)
-    assert "weakest 7.5× the bound, at least 20× is wanted" in printed(report)
+    assert "weakest planted fault 7.5× the bound, at least 20× is wanted" in printed(report)
 
 
 def test_nan_is_the_worst_error_and_proves_no_power() -> None:
@@ -211,6 +212,80 @@ def test_two_runs_of_a_build_with_one_name_stay_apart() -> None:
 def test_a_cell_recorded_twice_in_a_run_counts_by_its_last_record() -> None:
     report = summary_of([synthetic.record(Outcome.CRASH), synthetic.record()], selected=1)
     assert report.counts == {Outcome.PASS: 1} and report.green
+
+
+# --- the first bad row and the worst one
+
+
+def failed(first: float | None, worst: float | None, **changes: Any) -> Record:
+    """Rows at position 7 (the first bad one) and 40."""
+    place = {"first_bad_position": 7, "first_bad_schedule": 0, "worst_position": 40, "worst_schedule": 0}
+    return synthetic.record(Outcome.FAIL, first_bad_ratio=first, error_ratio=worst, **(place | changes))
+
+
+def test_every_report_tells_the_ratio_at_the_first_bad_row_from_the_worst_one() -> None:
+    report = summary_of([failed(5.1, 312.0)])
+    assert "    first bad position 7 · error ratio there 5.1 (bound 3) · token 17 expected, 93 got · margin" in printed(report)
+    assert "\n    worst error ratio 312 at position 40\n" in printed(report)
+    assert "| 7 | **5.1** (≤ 3) | **312** (≤ 3) at position 40 |" in markdown.render(report)
+    page = re.sub("<[^>]+>", "", html.render(report))
+    assert "first bad position 7error ratio there 5.1 (bound 3)worst error ratio 312 at position 40" in page
+
+
+def test_a_first_bad_row_that_is_the_worst_has_one_ratio() -> None:
+    report = summary_of([failed(312.0, 312.0, worst_position=7)])
+    assert "first bad position 7 · error ratio there 312 (bound 3) · token" in printed(report)
+    assert "worst error ratio" not in printed(report).split("wrong of")[0]
+    assert "| 7 | **312** (≤ 3) | **312** (≤ 3) |" in markdown.render(report)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"worst_schedule": 2}, "first bad position 7 of schedule 0 · error ratio there 5.1 (bound 3)"),
+        ({"worst_schedule": 2}, "worst error ratio 312 at position 40 of schedule 2"),
+        ({"worst_position": 7}, "worst error ratio 312 in another row at position 7"),
+        ({"first": None}, "worst error ratio 312 at position 40 (bound 3)"),
+        ({"worst": None}, "worst error ratio ∞ at position 40"),
+        ({"first": None, "worst": None, "worst_position": 7}, "first bad position 7 · error ratio there ∞"),
+    ],
+)  # fmt: skip
+def test_the_worst_row_is_placed_where_it_cannot_be_taken_for_the_first_bad_one(changes: dict[str, Any], said: str) -> None:
+    assert said in printed(summary_of([failed(**{"first": 5.1, "worst": 312.0} | changes)]))
+
+
+def test_records_of_schema_1_have_the_worst_ratio_alone_and_render(tmp_path: Path) -> None:
+    file = synthetic.write(tmp_path / "gate.jsonl", [failed(None, 312.0)], synthetic.header(selected=1, schema=1))
+    new = ("first_bad_ratio", "worst_position", "worst_schedule")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in new}) + "\n" for line in lines))
+    report = read(file)
+    assert "first bad position 7 · token" in printed(report) and "\n    worst error ratio 312 (bound 3)\n" in printed(report)
+    assert "| 7 | – | **312** (≤ 3) |" in markdown.render(report)
+    assert "worst error ratio" in html.render(report) and junit.render(report)
+
+
+# --- legend
+
+
+def test_every_mark_of_the_matrix_is_in_the_legend() -> None:
+    records = synthetic.red()
+    records += [replace(r, layout="model_owned", cell=r.cell.replace("dense", "model_owned")) for r in records[:20]]
+    page = html.render(summary_of(records))
+    legend = page[page.index('<p class="legend">') : page.index('role="region" aria-label="Matrix')]
+    matrix = page[page.index('<table class="matrix">') : page.index("</table>")]
+    drawn = {tuple(classes.split()) for classes in re.findall(r'class="cell (o-[^"]+)"', matrix)}
+    assert {outcome for outcome, _ in drawn} == {f"o-{outcome}" for outcome in Outcome}
+    assert all(f'class="mark {outcome}"' in legend for outcome, _ in drawn)
+    assert {layout for _, layout in drawn} == {"l-0", "l-1"} == set(re.findall("shape (l-[0-9])", legend))
+    assert "dense: the engine holds the state" in legend and "model_owned: the model holds its own state" in legend
+
+
+def test_layouts_of_a_field_stand_in_the_order_of_the_legend_whatever_their_outcomes() -> None:
+    dense = synthetic.record()
+    owned = replace(synthetic.record(Outcome.FAIL), layout="model_owned", cell=dense.cell.replace("dense", "model_owned"))
+    page = html.render(summary_of([owned, dense]))
+    assert re.findall(r'class="cell (o-[a-z]+ l-[0-9])"', page) == ["o-pass l-0", "o-fail l-1"]
 
 
 # --- purity
@@ -374,41 +449,6 @@ def test_junit_counts_add_up() -> None:
         "skipped": 1,
     }
     assert len(list(root.iter("flakyFailure"))) == 1
-
-
-# --- progress
-
-
-def test_progress_away_from_a_terminal_is_plain_lines() -> None:
-    stream = io.StringIO()
-    records = synthetic.red()
-    with terminal.Progress(len(records), terminal.make_console(stream), clock=lambda: 0.0) as progress:
-        for record in records:
-            progress.begin(record.cell)
-            progress.finish(record)
-    shown = stream.getvalue()
-    assert not CONTROL.search(shown.replace("\n", ""))
-    assert "[113/113]" in shown and shown.count("[") <= 13
-    assert shown.count("rewind_then_new_suffix_matches_full_forward") == 16
-
-
-def test_progress_on_a_terminal_shows_the_current_cell_and_fits_the_width() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=60, legacy_windows=False)
-    with terminal.Progress(3, console) as progress:
-        progress.begin("engine::llama/gqa::incremental_logits_match_full_forward[float32,dense]")
-        progress.finish(synthetic.record(Outcome.FAIL, case="mha"))
-    assert "engine::llama/gqa" in stream.getvalue() and "1/3" in stream.getvalue()
-
-
-def test_what_has_no_record_of_its_own_name_is_shown_until_it_ends() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=60, legacy_windows=False)
-    with terminal.Progress(3, console) as progress:
-        progress.begin("smoke of a checkpoint")
-        progress.end("smoke of a checkpoint")
-        stream.truncate(0)
-    assert "smoke of a checkpoint" not in stream.getvalue()
 
 
 # --- job summary

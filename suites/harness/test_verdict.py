@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from harness.cases import find
 from harness.cases.build import build
+from harness.figures import figure
 from harness.oracle import Noise, Oracle
 from harness.outcomes import Outcome
 from harness.records import Record
@@ -151,6 +152,31 @@ def test_one_value_that_is_not_finite_fails_its_row(oracle: Oracle, honest: dict
     assert verdict.outcome is Outcome.FAIL and verdict.first_bad_position == 7 and "not finite" in verdict.message
     assert verdict.error_ratio is None  # records are JSON: no inf, no NaN in them
     assert all(np.isfinite(values).all() for values in verdict.series.values())
+
+
+def test_the_first_bad_row_and_the_worst_one_have_a_ratio_each(oracle: Oracle, honest: dict) -> None:
+    replays, plans = honest["float32"]
+    change = {position: replays[0].rows[position].logits.copy() for position in (7, 11)}
+    change[7][3] += 0.01
+    change[11][3] += 1.0
+    verdict = judge(changed(replays, change), plans, oracle, "float32")
+    first, worst = verdict.judged[7], verdict.judged[11]
+    assert (verdict.first_bad_position, verdict.first_bad_ratio) == (7, first.error_ratio)
+    assert (verdict.worst_position, verdict.worst_schedule, verdict.error_ratio) == (11, 0, worst.error_ratio)
+    assert verdict.bound < verdict.first_bad_ratio < verdict.error_ratio / 10
+    assert f"error ratio {figure(first.error_ratio)} > 3" in verdict.message
+    assert verdict.message.endswith(f"worst error ratio {figure(worst.error_ratio)} at position 11 of schedule 0")
+    change[11][5] = np.nan
+    verdict = judge(changed(replays, change), plans, oracle, "float32")
+    assert (verdict.first_bad_ratio, verdict.error_ratio, verdict.worst_position) == (first.error_ratio, None, 11)
+    assert verdict.message.endswith("worst error ratio ∞ at position 11 of schedule 0")
+
+
+def test_a_first_bad_row_that_is_the_worst_is_named_once(oracle: Oracle, honest: dict) -> None:
+    replays, plans = honest["float32"]
+    verdict = judge(changed(replays, {7: replays[0].rows[7].logits + np.float32(1)}), plans, oracle, "float32")
+    assert verdict.first_bad_position == verdict.worst_position == 7 and verdict.first_bad_ratio == verdict.error_ratio
+    assert "worst" not in verdict.message and "as expected" in verdict.message
 
 
 def test_a_missing_row_names_schedule_operation_and_position(oracle: Oracle) -> None:
