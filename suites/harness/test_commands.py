@@ -117,3 +117,25 @@ def test_the_list_of_commands_names_each_once_under_a_heading() -> None:
     shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["--help"]).output
     assert [shown.count(f"│ {name} ") for name in COMMANDS] == [1] * len(COMMANDS)
     assert all(f"─ {heading} ─" in shown for heading in ("Judge an engine", "Look closer", "Use the engine"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        ("feed 5; rewind 6", "operation 1 (rewind a 6): sequence a holds 5 tokens only"),
+        ("greedy 3", "operation 0 (greedy a 3): sequence a was never fed"),
+        ("feed 3; close a; step 1", "operation 2 (step a 1): sequence a is closed; 'open a' opens it again"),
+        ("feed 5; sideways 6", "in 'sideways 6': unknown operation 'sideways'"),
+    ],
+)
+def test_a_schedule_that_no_target_can_run_is_a_usage_error_in_one_line(schedule: str, reason: str) -> None:
+    result = CliRunner().invoke(app, ["replay", "engine::llama/gqa::mine[float32,dense]", "--schedule", schedule])
+    assert result.exit_code == ExitCode.USAGE
+    assert result.output.startswith(f"decodegate replay: {reason}") and result.output.count("\n") == 1
+
+
+def test_what_the_target_refuses_in_a_schedule_of_ones_own_is_said_without_a_traceback() -> None:
+    cell = "engine::llama/gqa::mine[float32,model_owned]"
+    result = CliRunner().invoke(app, ["replay", cell, "--schedule", "feed 5; rewind 2"])
+    assert result.exit_code == ExitCode.WRONG
+    assert "the target refuses: layout model_owned cannot rewind" in result.output and "Traceback" not in result.output
