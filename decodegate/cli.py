@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -79,6 +80,8 @@ def main() -> None:
     """Console script."""
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    # A CI that cancels sends it; as Ctrl-C does, it leaves reports of what was done, and no worktree or process behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 
 

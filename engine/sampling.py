@@ -1,8 +1,8 @@
 """Choosing the next token from a row of logits, on the device and without waiting for it.
 
 Order: penalties -> top-k -> temperature -> softmax -> top-p -> min-p -> draw. Temperature 0 is the arg max of the penalised
-logits. Draws are reproducible: the key of draw i is a function of the seed and i alone, so that a stream depends neither on
-other sequences nor on what else was drawn in the process.
+logits, the lowest id of equals. Draws are reproducible: the key of draw i is a function of the seed and i alone, so that a
+stream depends neither on other sequences nor on what else was drawn in the process.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ class Case:
     """`config` is a config.json in the published spelling. `prompt` is the length that checks feed, at least 36 tokens:
     for the last query a causal and a bidirectional mask see the same keys, so short prompts look right when the mask is wrong
     (a case that is about short prompts has a shorter one). `planted` maps positions to tokens that every sequence has there.
-    `file_dtype`: of the tensors in the file, float32 or bfloat16, which hold the same values. `stored`: a form of the file that
-    harness.cases.stored has, quantised or under other names. `checks`: the only checks that it is for; empty: all.
+    `file_dtype`: of the tensors in the file, float32, bfloat16 or float16, which hold the same values but for those below
+    2^-17, which float16 rounds to multiples of 2^-24. `stored`: a form of the file that harness.cases.stored has, quantised or
+    under other names. `checks`: the only checks that it is for; empty: all.
     """
 
     family: str

@@ -58,7 +58,12 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0
 
 CASES = [
     _case("gqa", "groups of query heads share a key/value head"),
-    _case("mha", "as many key/value heads as query heads; the field is left out", without=("num_key_value_heads",)),
+    _case(
+        "mha",
+        "as many key/value heads as query heads, the field is left out; the file is in float16",
+        file_dtype="float16",
+        without=("num_key_value_heads",),
+    ),
     _case("mqa", "one key/value head; biases on the MLP alone", num_key_value_heads=1, mlp_bias=True),
     _case("biased", "biases on all attention and MLP projections", attention_bias=True, mlp_bias=True),
     _case("tied", "the embedding is the head; the file is in bfloat16", file_dtype="bfloat16", tie_word_embeddings=True),

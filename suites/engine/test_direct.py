@@ -78,6 +78,15 @@ def test_a_stop_token_ends_and_is_neither_yielded_nor_counted():
     assert direct.engine.length(generation.sequence) == len(generation.fed) == len(PROMPT) + len(ids) + 1
 
 
+def test_a_stop_token_that_is_the_first_choice_ends_the_reply_before_it_began():
+    (stop,) = greedy(PROMPT, 1)
+    direct = DirectEngine(model(), eos_token_ids=[stop])
+    generation = direct.generate(PROMPT, 12)
+    assert list(generation) == []
+    assert generation.finish_reason == "stop" and generation.count == 0
+    assert generation.fed == [*PROMPT, stop] and direct.engine.length(generation.sequence) == len(generation.fed)
+
+
 def test_the_budget_ends_with_length(direct: DirectEngine):
     generation = direct.generate(PROMPT, 2)
     assert len(list(generation)) == 2 and generation.finish_reason == "length"
@@ -106,6 +115,13 @@ def test_an_interrupt_while_a_token_is_read_leaves_the_sequence_with_what_was_re
         with pytest.raises(KeyboardInterrupt):
             next(generation)
     assert generation.fed == [*PROMPT, *ids] and direct.engine.length(generation.sequence) == len(generation.fed)
+
+
+def test_penalties_see_the_prompts_of_all_turns(direct: DirectEngine):
+    sampling = Sampling(presence_penalty=100.0)  # more than any two logits differ by: a token that was not seen wins
+    first = direct.generate(range(30), 0, sampling)
+    second = direct.generate([token for token in range(30, 61) if token != 50], 1, sampling, after=first)
+    assert [token.id for token in second] == [50]
 
 
 def test_seeded_sampling_repeats_and_seeds_differ(direct: DirectEngine):

@@ -52,6 +52,19 @@ def test_the_chat_template_is_used_unless_it_is_declined(checkpoint):
     assert chat.prompt_tokens == len(tokens) + 1 and plain.prompt_tokens == len(tokens) and chat.chat and not plain.chat
 
 
+def test_a_chat_whose_template_writes_the_bos_has_no_second_one(tmp_path):
+    def both(writer):
+        writer.add_chat_template(TEMPLATE)
+        writer.add_add_bos_token(True)
+
+    path = write_gguf(tmp_path / "bos.gguf", edit=both)
+    tokens = load(path).tokenizer.encode("the")
+    assert tokens[0] == 1
+    for chat in (True, False):
+        request = cli.Request(str(path), "the", chat=chat, max_tokens=0)
+        assert cli.generate(request, lambda _: None).prompt_tokens == len(tokens)
+
+
 def test_a_seed_draws_the_same_tokens_again(checkpoint):
     def tokens(seed):
         sampling = Sampling(temperature=5.0, seed=seed)

@@ -52,6 +52,11 @@ def test_filters_keep_exactly_these_tokens(options: dict[str, Any], expected: li
     assert list(kept(**options)) == expected
 
 
+def test_a_mass_that_reaches_top_p_exactly_is_enough():
+    _, logprobs = candidates(LOGITS, Sampling(temperature=1.0))
+    assert list(kept(top_p=float(mx.exp(logprobs)[0]))) == [1]
+
+
 def test_what_is_kept_is_renormalised():
     assert kept(top_k=2) == {1: round(0.4 / 0.65, 4), 3: round(0.25 / 0.65, 4)}
     assert kept(temperature=0.5, top_k=2) == {1: round(0.16 / 0.2225, 4), 3: round(0.0625 / 0.2225, 4)}
@@ -59,6 +64,12 @@ def test_what_is_kept_is_renormalised():
 
 def test_temperature_zero_is_the_arg_max_whatever_the_filters():
     assert draws(Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9), 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_temperature_zero_takes_the_lowest_id_of_equals(dtype: mx.Dtype):
+    logits = mx.zeros(50_000).at[mx.array([49_999, 7_000, 31])].add(3.0)
+    assert draws(Sampling(), 1, logits.astype(dtype)) == [31]
 
 
 def test_draws_follow_the_distribution():

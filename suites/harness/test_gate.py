@@ -298,6 +298,13 @@ def _worker(process: subprocess.Popen[bytes]) -> psutil.Process:
     return worker
 
 
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_a_run_that_is_killed_loses_no_finished_record_and_leaves_no_process(tmp_path: Path) -> None:
     command = gate_command(
         tmp_path, "--jobs=1", "--case=llama/gqa", "--dtype=float32", "--layout=dense", target("LingersOnEachRun")
@@ -310,7 +317,7 @@ def test_a_run_that_is_killed_loses_no_finished_record_and_leaves_no_process(tmp
     header, records = load(tmp_path / "gate.jsonl")
     assert 3 <= len(records) < header.selected
     assert {str(record.outcome) for record in records} <= {"pass", "unsupported"}
-    _until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
+    _until(lambda: _is_gone(worker), 10)
 
     code, _ = gate(
         tmp_path, "--case=llama/gqa", "--rerun-failed", target("LingersOnEachRun"), "--dtype=float32", "--layout=dense"
@@ -318,6 +325,28 @@ def test_a_run_that_is_killed_loses_no_finished_record_and_leaves_no_process(tmp
     assert code == ExitCode.OK
     done = {record.cell for record in records}
     assert not done & {record.cell for record in load(tmp_path / "gate.jsonl")[1]}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_is_asked_to_end_writes_its_reports_says_nothing_else_and_leaves_no_process(
+    tmp_path: Path, jobs: int
+) -> None:
+    out, said = tmp_path / "out", tmp_path / "said"
+    command = gate_command(
+        out, f"--jobs={jobs}", "--case=llama/gqa", "--dtype=float32", "--layout=dense", target("LingersOnEachRun")
+    )
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=file)
+        _until(lambda: _lines(out) >= 3)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(timeout=90) == ExitCode.WRONG
+    header, records = load(out / "gate.jsonl")
+    assert 2 <= len(records) < header.selected
+    assert {str(record.outcome) for record in records} <= {"pass", "unsupported"}
+    assert "did not finish" in (out / "gate.md").read_text()
+    assert said.read_text() == ""
+    _until(lambda: all(map(_is_gone, children)), 10)
 
 
 @pytest.mark.parametrize("killed", ["spawn_main", "sys.stdin.readline"])  # a worker; a process of pytest-xdist
