@@ -387,3 +387,15 @@ def test_a_worker_that_is_killed_in_a_run_is_a_crash_of_one_cell_and_exit_code_1
     assert process.wait(timeout=90) == ExitCode.WRONG
     outcomes = sorted(str(record.outcome) for record in load(tmp_path / "gate.jsonl")[1] if record.outcome != "unsupported")
     assert outcomes == ["crash", *["pass"] * (len(outcomes) - 1)] and len(outcomes) > 4
+
+
+def test_the_example_of_an_adapter_in_the_docs_passes_what_it_says_that_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = str(Path(__file__).parents[2] / "docs")
+    monkeypatch.syspath_prepend(docs)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([docs, os.environ.get("PYTHONPATH", "")]))
+    code, text = gate(tmp_path, "--target=example_target:Target", "--case=llama/gqa", "--dtype=float32", "--layout=dense")
+    outcomes = [str(record.outcome) for record in load(tmp_path / "gate.jsonl")[1]]
+    assert code == ExitCode.OK, text
+    assert set(outcomes) == {"pass", "unsupported"} and outcomes.count("pass") >= 6
