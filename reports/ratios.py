@@ -46,7 +46,8 @@ def of_first_bad(record: Record) -> list[Fact]:
     """Its position and its error ratio, as far as they are known."""
     found = []
     if record.first_bad_position is not None:
-        schedule = f" of schedule {record.first_bad_schedule}" if _schedules_differ(record) else ""
+        several = record.first_bad_schedule is not None and len(record.schedule) > 1
+        schedule = f" of schedule {record.first_bad_schedule}" if several else ""
         found.append(Fact("first bad position ", str(record.first_bad_position), schedule))
     here = at_first_bad(record)
     if here is not None:
