@@ -17,7 +17,7 @@ from harness.choice import in_words
 from harness.outcomes import Outcome
 from harness.records import Record, last_words
 from reports import frames, ratios
-from reports.summary import MARKS, DtypeFigures, Power, Summary, case_id
+from reports.summary import MARKS, WHERE_FAULTS_ARE, DtypeFigures, Power, Summary, case_id
 from reports.text import duration, figure, one_line, plural, shorten, times
 
 __all__ = ["dotted", "headline", "make_console", "print_line", "summary"]
@@ -151,7 +151,7 @@ def _numbers(record: Record) -> list[Text]:
     """A line on the first bad row and one on the worst, where that is another; one line where no row is bad."""
     first, worst = _texts(ratios.of_first_bad(record)), _texts(ratios.of_worst(record))
     token = record.first_bad_token or {}
-    if "expected" in token and "got" in token:
+    if "expected" in token and "got" in token and ratios.finite_at_first_bad(record):
         expected, got = one_line(str(token["expected"])), one_line(str(token["got"]))
         first.append(Text(f"token {expected} as expected" if expected == got else f"token {expected} expected, {got} got"))
     if record.margin is not None and first + worst:
@@ -183,12 +183,16 @@ def _facts(report: Summary, files: Iterable[Path | str], width: int | None) -> I
     yield from _block("error", _error_facts(report.dtypes), width)
     ties, rows = report.ties
     if rows:
-        yield _labelled("ties", Text(f"{ties} of {plural(rows, 'row')}").append("  greedy choices within the noise", "dim"))
+        yield _labelled(
+            "ties", Text(f"{ties} of {plural(rows, 'row')}").append("  greedy choices within twice the bound", "dim")
+        )
     if report.power:
         yield from _block("power", [_power_fact(report.power[0])], width)
     if missing := report.without_power:
         fact = Text(f"no fault planted on {plural(len(missing), 'check')}", "yellow").append(f"  {', '.join(missing)}", "dim")
         yield from _block("" if report.power else "power", [fact], width)
+    if report.unplanted:
+        yield _labelled("power", Text(f"none planted: {WHERE_FAULTS_ARE}", "dim"))
     yield from _block("smoke", _smoke_facts(report.smoke), width)
     for outcome, reason, records in report.reasons(Outcome.UNSUPPORTED)[:3]:
         fact = Text(f"{plural(len(records), 'cell')} {outcome}").append(f"  {one_line(reason)}", "dim")
@@ -215,14 +219,20 @@ def _labelled(label: str, fact: Text) -> Text:
 def _error_facts(figures: Sequence[DtypeFigures]) -> Iterable[Text]:
     """Worst error ratio against its bound, and the noise floor that it is measured with, by dtype."""
     names = [one_line(entry.dtype) for entry in figures]
-    worsts = [f"worst ratio {figure(e.worst.error_ratio)} (bound {figure(e.worst.bound)})" if e.worst else "" for e in figures]
+    worsts = [_worst_ratio(entry.worst) if entry.worst else "" for entry in figures]
     noises = [f"noise floor {figure(entry.noise_max)}" for entry in figures]
     for entry, name, ratio, noise in zip(figures, names, worsts, noises, strict=True):
         worst = entry.worst
-        beyond = worst is not None and worst.bound is not None and not (worst.error_ratio or 0.0) <= worst.bound
+        beyond = worst is not None and worst.bound is not None and not (ratios.worst(worst) or 0.0) <= worst.bound
         line = Text(f"{name:<{max(map(len, names))}}  ").append(f"{ratio:<{max(map(len, worsts))}}", "red" if beyond else "")
         where = f"  {case_id(worst)} {worst.check}" if worst else ""
         yield line.append(f"  {noise:<{max(map(len, noises))}}", "dim").append(one_line(where).rjust(len(where)), "dim")
+
+
+def _worst_ratio(record: Record) -> str:
+    if not ratios.finite(record):
+        return "not finite"
+    return f"worst ratio {figure(ratios.worst(record))} (bound {figure(record.bound)})"
 
 
 def _power_fact(power: Power) -> Text:
@@ -245,8 +255,7 @@ def _smoke_facts(records: Sequence[Record]) -> Iterable[Text]:
             )
             if measured:
                 worst = max(measured, key=lambda record: record.error_ratio or 0.0)
-                ratio = f"  worst ratio {figure(worst.error_ratio)} (bound {figure(worst.bound)})"
-                line.append(ratio).append(f"  {one_line(worst.check.removeprefix('smoke_'))}", "dim")
+                line.append(f"  {_worst_ratio(worst)}").append(f"  {one_line(worst.check.removeprefix('smoke_'))}", "dim")
             yield line
         for record in group:
             if record.outcome is Outcome.PASS:

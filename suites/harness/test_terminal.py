@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from decodegate.cli import app
 from harness.outcomes import Outcome
 from harness.records import Record
-from reports import frames, terminal
+from reports import frames, html, markdown, terminal
 from reports.summary import Run, Summary
 from suites.harness import synthetic
 
@@ -129,3 +131,71 @@ def test_a_log_is_not_cut_and_a_terminal_is() -> None:
     assert f"{'c' * 60} {name}\n" in printed(records)
     assert all(len(line) < 80 for line in printed(records, width=80).splitlines() if "noise floor" in line)
     assert "…" in printed(records, width=80)
+
+
+# --- logits that are not finite
+
+
+def not_finite(**changes: Any) -> Record:
+    """As the verdict on a cell whose first bad row is NaN."""
+    place = {"first_bad_position": 7, "first_bad_schedule": 0, "worst_position": 7, "worst_schedule": 0}
+    numbers = {"error_ratio": None, "first_bad_ratio": None, "max_abs": None, "rmse": None}
+    return synthetic.record(Outcome.FAIL, **(place | numbers | changes))
+
+
+@pytest.mark.parametrize("count", [1, 25])
+def test_nan_is_told_as_nan_and_not_as_a_wrong_token(count: int) -> None:
+    text = printed([not_finite(case=f"c{i}") for i in range(count)])
+    assert "first bad position 7 · the logits are not finite" in text
+    assert "token" not in text and "∞" not in text
+
+
+def test_nan_after_a_finite_bad_row_is_told_of_the_worst_row_only() -> None:
+    text = printed([not_finite(first_bad_ratio=5.1, worst_position=40)])
+    assert "first bad position 7 · error ratio there 5.1 (bound 3) · token 17 expected, 93 got" in text
+    assert "    the logits are not finite at position 40\n" in text
+
+
+def test_nan_is_the_worst_error_of_the_run_in_every_report() -> None:
+    records = [not_finite(case="mha"), synthetic.record()]
+    line = next(line for line in printed(records).splitlines() if "noise floor" in line)
+    assert "float32  not finite  noise floor" in line and "llama/mha" in line
+    report = Summary([Run(synthetic.header(selected=2), tuple(records))])
+    assert "| float32 | ∞ (≤ 3) | llama/mha" in markdown.render(report)
+    assert '<p class="big bad">∞<small> bound 3</small></p>' in html.render(report)
+
+
+# --- faults that were not planted, and ties
+
+
+@pytest.mark.parametrize("changes", [{"target": "toy"}, {"dtype": "bfloat16"}])
+def test_where_no_fault_is_to_be_planted_reports_say_so_without_alarm(changes: dict[str, Any]) -> None:
+    records = [synthetic.record(power={}, **changes)]
+    report = Summary([Run(synthetic.header(selected=1), tuple(records))])
+    assert "\n  power     none planted: faults are for float32 cells of the target engine\n" in printed(records)
+    assert "No fault was planted: faults are for float32 cells" in markdown.render(report)
+    assert "None planted: faults are for float32 cells" in html.render(report)
+    assert "no fault planted on" not in printed(records)
+
+
+def test_an_engine_in_float32_without_a_planted_fault_is_still_told_as_a_lack() -> None:
+    records = [synthetic.record(power={}), synthetic.record(power={}, dtype="bfloat16", check="other")]
+    assert f"no fault planted on 1 check  {synthetic.CHECKS[0]}\n" in printed(records)
+    assert "none planted" not in printed(records)
+
+
+def test_a_run_without_a_passed_cell_says_nothing_of_faults() -> None:
+    assert "  power " not in printed([synthetic.record(Outcome.CRASH, target="toy")])
+
+
+def test_a_tie_is_within_twice_the_bound_in_every_report() -> None:
+    records = [synthetic.record()]
+    assert "ties      1 of 96 rows  greedy choices within twice the bound\n" in printed(records)
+    page = html.render(Summary([Run(synthetic.header(selected=1), tuple(records))]))
+    assert "greedy choices within twice the bound" in page and "within twice the bound of its own" in page
+
+
+def test_the_help_of_replay_explains_the_ratio_and_a_tie_by_the_bound() -> None:
+    said = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, ["replay", "--help"]).output.split())
+    assert "the worse of RMSE and largest error, each as a multiple of a third of its bound" in said
+    assert "TIE is another token, which the oracle has within twice the bound of its own" in said
