@@ -18,7 +18,7 @@ from harness.outcomes import Outcome
 from harness.records import Record, last_words
 from reports import frames, ratios
 from reports.summary import MARKS, WHERE_FAULTS_ARE, DtypeFigures, Power, Summary, case_id
-from reports.text import duration, figure, one_line, plural, shorten, times
+from reports.text import duration, figure, one_line, plural, times
 
 __all__ = ["dotted", "headline", "make_console", "print_line", "summary"]
 
@@ -76,11 +76,11 @@ def _failure(report: Summary, record: Record) -> list[Text]:
 
 
 def _brief(report: Summary, record: Record, width: int) -> list[Text]:
-    """The same without the worst row and the last words, its figures on the first line where they fit."""
+    """The same in few lines, each cut; the figures are on the first where they fit, without the tokens."""
     head, numbers = _named(report, record), dotted(_texts(ratios.facts(record)))
-    lines = [Text(shorten(text.plain, _MESSAGE_WIDTH)) for text in _said(record)]
-    if frame := frames.innermost(record.detail):
-        lines.append(Text(frame, "dim"))
+    lines = [*_said(record), *_origin(record)]
+    for line in lines:
+        line.truncate(_MESSAGE_WIDTH, overflow="ellipsis")
     if numbers and head.cell_len + numbers.cell_len + 2 < width:
         head.append("  ").append_text(numbers)
     elif numbers:
@@ -111,8 +111,9 @@ def _named(report: Summary, record: Record) -> Text:
 
 
 def _said(record: Record) -> list[Text]:
-    """The message, where the figures do not say the same."""
-    told = record.outcome is Outcome.FAIL and record.first_bad_position is not None
+    """The message, where the figures do not say the same: a token may be wrong within the bound, or come without logits."""
+    ratio = ratios.at_first_bad(record)
+    told = record.outcome is Outcome.FAIL and ratio is not None and not ratio <= (record.bound or 0.0)
     return [Text(one_line(record.message))] if record.message and not told else []
 
 

@@ -67,6 +67,27 @@ def test_each_of_many_failures_says_why_on_one_line(outcome: Outcome) -> None:
         assert f"llama/c{i} " in lines[at - 1] and "decodegate replay" in "".join(lines[at + 1 : at + 3])
 
 
+@pytest.mark.parametrize("ratio", [None, 1.2])
+def test_each_of_many_wrong_tokens_within_the_bound_says_why(ratio: float | None) -> None:
+    flips = [
+        synthetic.record(
+            Outcome.FAIL,
+            case=f"c{i}",
+            message=f"WRONG: expected token {i}, 2.1 below the top",
+            first_bad_ratio=ratio,
+            error_ratio=ratio,
+        )
+        for i in range(22)
+    ]
+    text = printed(flips)
+    assert all(f"    WRONG: expected token {i}, 2.1 below the top\n" in text for i in range(22))
+
+
+def test_figures_beyond_the_bound_are_not_told_twice() -> None:
+    text = printed([synthetic.record(Outcome.FAIL, case=f"c{i}", message=f"DRIFT {i}", first_bad_ratio=5.1) for i in range(22)])
+    assert "error ratio there 5.1 (bound 3)" in text and "DRIFT" not in text
+
+
 def test_many_cells_with_one_message_are_one_block_with_one_replay() -> None:
     message = "model.safetensors: 12 bytes are missing; download it again"
     alike = [synthetic.record(Outcome.ERROR, case="bad", check=f"check_{i}", message=message, detail="") for i in range(22)]
@@ -88,6 +109,14 @@ def test_one_message_from_two_places_is_two_blocks() -> None:
     text = printed(records)
     assert text.count("11 cells error: no") == 2
     assert "    toy.py:54 in rewind" in text and "    toy.py:61 in step" in text
+
+
+def test_each_of_many_crashes_says_its_own_last_words() -> None:
+    crashes = [
+        synthetic.record(Outcome.CRASH, case=f"c{i}", message=f"died at {i}", detail=f"layer {i} lost") for i in range(22)
+    ]
+    text = printed(crashes)
+    assert all(f"    died at {i}\n    layer {i} lost\n    decodegate replay" in text for i in range(22))
 
 
 @pytest.mark.parametrize("count", [1, 25])
