@@ -169,7 +169,7 @@ def not_finite(**changes: Any) -> Record:
     """As the verdict on a cell whose first bad row is NaN."""
     place = {"first_bad_position": 7, "first_bad_schedule": 0, "worst_position": 7, "worst_schedule": 0}
     numbers = {"error_ratio": None, "first_bad_ratio": None, "max_abs": None, "rmse": None}
-    return synthetic.record(Outcome.FAIL, **(place | numbers | changes))
+    return synthetic.record(Outcome.FAIL, schedule=["feed 48 all"], **(place | numbers | changes))
 
 
 @pytest.mark.parametrize("count", [1, 25])
