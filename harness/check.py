@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from harness.cases.case import Case
 from harness.schedule import Schedule
 
-__all__ = ["POWER", "Check"]
+__all__ = ["POWER", "POWER_DTYPE", "Check"]
 
 POWER = 20.0  # a runtime fault must move a check's error by this many times the bound, else the check proves nothing
+POWER_DTYPE = "float32"  # what a fault moves in float32 it moves in all dtypes, and there the noise floor hides least
 
 
 def _every_case(case: Case) -> bool:

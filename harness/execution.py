@@ -16,7 +16,7 @@ import torch
 
 from harness.cases.build import build
 from harness.cells import Cell, Subject, refusal
-from harness.check import POWER
+from harness.check import POWER, POWER_DTYPE
 from harness.isolation import Isolation
 from harness.oracle import Oracle
 from harness.outcomes import Infra, Outcome
@@ -30,7 +30,6 @@ from harness.worker import Job, Ran, one_line
 
 __all__ = ["Checkpoints", "Execution"]
 
-POWER_DTYPE = "float32"  # what a fault moves in float32 it moves in all dtypes, and there the noise floor hides least
 KEPT_ORACLES = 32  # an oracle keeps the recomputes of one checkpoint
 
 

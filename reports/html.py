@@ -24,7 +24,7 @@ from harness.outcomes import Outcome
 from harness.records import Record
 from reports import ratios, text
 from reports.plot import error_plot
-from reports.summary import BAD, MARKS, Summary, case_id, dtype_order, environment, is_smoke, power_of
+from reports.summary import BAD, MARKS, WHERE_FAULTS_ARE, Summary, case_id, dtype_order, environment, is_smoke, power_of
 
 __all__ = ["render", "template"]
 
@@ -39,7 +39,7 @@ _WORDS = {  # for a reader who has never seen a report
     "error ratio": "how far the target's logits are from the float64 recompute, in units of the noise; good is up to the bound",
     "noise": "how far the reference itself is from the recompute, run naively in the cell's dtype",
     "MATCH": "a row within the bound, with the recompute's token",
-    "TIE": "a row within the bound with another token, which the recompute has as good as on top",
+    "TIE": "a row within the bound with another token, which the recompute has within twice the bound of its own",
     "DRIFT": "a row beyond the bound with the recompute's token",
     "WRONG": "a row beyond the bound with another token, or with numbers that are not finite",
     "margin": "how far the recompute's best token is above its second",
@@ -71,7 +71,7 @@ class _Cell:
     @property
     def headroom(self) -> int | None:
         """Error ratio in percent of the bound, at most 100: the small bar in the matrix."""
-        ratio, bound = self.record.error_ratio, self.record.bound
+        ratio, bound = ratios.worst(self.record), self.record.bound
         if ratio is None or not bound:
             return None
         return min(max(round(100 * ratio / bound), 0), 100) if ratio <= bound else 100
@@ -216,6 +216,8 @@ def template(name: str) -> Template:
     environment.globals.update(
         plural=text.plural,
         facts=ratios.facts,
+        worst_ratio=ratios.worst,
+        where_faults_are=WHERE_FAULTS_ARE,
         case_id=case_id,
         power_of=power_of,
         Outcome=Outcome,

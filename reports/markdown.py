@@ -11,7 +11,7 @@ from harness.check import POWER
 from harness.outcomes import Outcome
 from harness.records import Record
 from reports import ratios
-from reports.summary import MARKS, Matrix, Summary, case_id, environment
+from reports.summary import MARKS, WHERE_FAULTS_ARE, Matrix, Summary, case_id, environment
 from reports.text import code_span, duration, figure, markdown, one_line, plural, shorten, times
 
 __all__ = ["render"]
@@ -141,7 +141,7 @@ def _figures(report: Summary) -> Iterable[str]:
     yield "|-|-:|-|-:|-:|-|"
     for dtype in report.dtypes:
         worst = dtype.worst
-        ratio = f"{figure(worst.error_ratio)} (≤ {figure(worst.bound)})" if worst else "–"
+        ratio = f"{figure(ratios.worst(worst))} (≤ {figure(worst.bound)})" if worst else "–"
         where = f"{markdown(case_id(worst))} {markdown(worst.check)}" if worst else "–"
         noise = f"{figure(dtype.noise_max)} | {figure(dtype.noise_rmse)}"
         yield f"| {markdown(dtype.dtype)} | {ratio} | {where} | {noise} | {plural(dtype.cells, 'cell')} |"
@@ -161,6 +161,8 @@ def _power(report: Summary) -> Iterable[str]:
             yield f"| {plural(len(rest), 'more check')} | {times(rest[0].times)} or more | | |"
     if report.without_power and not report.power:
         yield "No fault was planted: nothing here shows that the checks can fail."
+    elif report.unplanted:
+        yield f"No fault was planted: {WHERE_FAULTS_ARE}."
     elif report.without_power:
         named = ", ".join(map(markdown, report.without_power[:6]))
         yield f"| no fault planted on {plural(len(report.without_power), 'check')} | {named} | | 0 |"

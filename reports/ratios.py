@@ -8,7 +8,7 @@ from typing import NamedTuple
 from harness.figures import figure
 from harness.records import Record
 
-__all__ = ["Fact", "at_first_bad", "facts", "of_first_bad", "of_worst", "worst", "worst_place"]
+__all__ = ["Fact", "at_first_bad", "facts", "finite", "finite_at_first_bad", "of_first_bad", "of_worst", "worst", "worst_place"]
 
 
 class Fact(NamedTuple):
@@ -37,6 +37,16 @@ def worst(record: Record) -> float | None:
     return math.inf if record.error_ratio is None and record.worst_position is not None else record.error_ratio
 
 
+def finite(record: Record) -> bool:
+    """False where the worst row's logits are not finite, so that its largest error is no number."""
+    return record.worst_position is None or record.error_ratio is not None or record.max_abs is not None
+
+
+def finite_at_first_bad(record: Record) -> bool:
+    """False where the first bad row's logits are not finite; such a row is also the worst."""
+    return finite(record) or not _worst_is_first_bad(record)
+
+
 def facts(record: Record) -> list[Fact]:
     """First bad position, the error ratio there, and the worst of all rows with its position where that is another row."""
     return [*of_first_bad(record), *of_worst(record)]
@@ -50,7 +60,9 @@ def of_first_bad(record: Record) -> list[Fact]:
         schedule = f" of schedule {record.first_bad_schedule}" if several else ""
         found.append(Fact("first bad position ", str(record.first_bad_position), schedule))
     here = at_first_bad(record)
-    if here is not None:
+    if not finite_at_first_bad(record):
+        found.append(Fact("", "the logits are not finite"))
+    elif here is not None:
         found.append(Fact("error ratio there ", figure(here), _bound(record)))
     return found
 
@@ -60,6 +72,8 @@ def of_worst(record: Record) -> list[Fact]:
     most, here = worst(record), at_first_bad(record)
     if most is None or (here is not None and _worst_is_first_bad(record)):
         return []
+    if not finite(record):
+        return [Fact("", "the logits are not finite", worst_place(record))]
     return [Fact("worst error ratio ", figure(most), worst_place(record) + (_bound(record) if here is None else ""))]
 
 

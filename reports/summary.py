@@ -12,14 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from harness.check import POWER
+from harness.check import POWER, POWER_DTYPE
 from harness.outcomes import WRONG, Outcome
 from harness.records import Header, Record
+from reports import ratios
 from reports.text import plural
 
 __all__ = [
     "BAD",
     "MARKS",
+    "WHERE_FAULTS_ARE",
     "Column",
     "DtypeFigures",
     "Mark",
@@ -56,6 +58,7 @@ MARKS = {  # worst news first
     Outcome.PASS: Mark("✓", "green", "within the bound"),
 }
 _SEVERITY = {outcome: index for index, outcome in enumerate(MARKS)}
+WHERE_FAULTS_ARE = f"faults are for {POWER_DTYPE} cells of the target engine"
 BAD = WRONG | {Outcome.VACUOUS}
 
 
@@ -115,7 +118,7 @@ class DtypeFigures:
 
     dtype: str
     cells: int
-    worst: Record | None  # greatest error_ratio
+    worst: Record | None  # greatest error ratio; logits that are not finite are worst of all
     noise_max: float | None
     noise_rmse: float | None
 
@@ -272,7 +275,11 @@ class Summary:
             DtypeFigures(
                 dtype,
                 len(group),
-                max((r for r in group if r.error_ratio is not None), key=lambda r: _nan_is_worst(r.error_ratio), default=None),
+                max(
+                    (r for r in group if ratios.worst(r) is not None),
+                    key=lambda r: _nan_is_worst(ratios.worst(r)),
+                    default=None,
+                ),
                 max((r.noise_max for r in group if r.noise_max is not None), default=None),
                 max((r.noise_rmse for r in group if r.noise_rmse is not None), default=None),
             )
@@ -301,9 +308,19 @@ class Summary:
 
     @property
     def without_power(self) -> list[str]:
-        """Checks that passed somewhere but on which no fault was planted anywhere: nothing shows that they can fail."""
-        ran = {record.check for record in self.records if record.outcome is Outcome.PASS and not is_smoke(record)}
+        """Checks that passed where faults are planted, yet had none planted anywhere: nothing shows that they can fail."""
+        planting = {"engine"} | {record.target for record in self.records if record.power}
+        ran = {r.check for r in self._passed_cells if r.dtype == POWER_DTYPE and r.target in planting}
         return sorted(ran - {power.check for power in self.power})
+
+    @property
+    def unplanted(self) -> bool:
+        """Cells passed, and none of them is of the kind that faults are planted in."""
+        return bool(self._passed_cells) and not self.power and not self.without_power
+
+    @cached_property
+    def _passed_cells(self) -> list[Record]:
+        return [record for record in self.records if record.outcome is Outcome.PASS and not is_smoke(record)]
 
     @cached_property
     def smoke(self) -> list[Record]:

@@ -55,9 +55,9 @@ def replay(
     """Replay one cell and show each row of logits: position, error, noise floor, bound, margin, verdict.
 
     The error is the largest difference from the oracle, the noise that of the reference run naively in the cell's dtype, and
-    the ratio says how far off the row is in units of noise: beyond 3 it is bad. MATCH is good; TIE is another token, which the
-    oracle has within the noise; DRIFT is the right token with an error beyond the bound; WRONG is another token too, or a
-    number that is not finite.
+    the ratio is the worse of RMSE and largest error, each as a multiple of a third of its bound: beyond 3 it is bad. MATCH is
+    good; TIE is another token, which the oracle has within twice the bound of its own; DRIFT is the right token with an error
+    beyond the bound; WRONG is another token too, or a number that is not finite.
 
     A schedule is a list of operations: "feed 12" prefills 12 tokens in one call ("feed 12 all" with the logits of each), "step
     4" decodes 4 one by one, "greedy 8" lets the engine choose, "rewind 3" drops 3; "feed b 5" does it to another sequence. The

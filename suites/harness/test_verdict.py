@@ -227,6 +227,16 @@ def edge(
 ALLOWED = 3 * 0.1 + 3 * 0.1  # K * noise + floor * level
 
 
+@pytest.mark.parametrize("shift", [[0.4, 0.4, 0.4], [0.0, 0.4, 0.0]])  # with the RMSE worse than the largest error, and better
+def test_the_ratio_is_the_worse_of_rmse_and_largest_error_as_a_multiple_of_a_third_of_its_bound(shift: list[float]) -> None:
+    truth = np.array([[0.0, -9.0, -50.0]])
+    replay = Replay([(0,)], [Row(0, 0, 0, (truth[0] + shift).astype(np.float32), None)])
+    (row,) = judge([replay], [Plan(Schedule.parse("feed 1 all"), 0, 3)], Table(truth, 0.1), "bfloat16").judged  # type: ignore[arg-type]
+    assert row.max_abs is not None and row.rmse is not None
+    rmse, largest = row.rmse / (ALLOWED / 1.5 / 3), row.max_abs / (row.allowed / 3)
+    assert row.error_ratio == pytest.approx(max(rmse, largest)) and (rmse > largest) == (shift[0] > 0)
+
+
 def test_a_flip_within_the_noise_is_a_tie_and_passes() -> None:
     verdict = edge([0.05], [0.1], noise=0.1)
     assert verdict.outcome is Outcome.PASS and verdict.verdicts == {"TIE": 1} and verdict.margin == pytest.approx(0.05)
