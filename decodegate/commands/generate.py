@@ -44,7 +44,7 @@ def generate(
 ) -> None:
     """Generate text with the engine. The text goes to stdout, speeds and notes to stderr."""
     from engine.checkpoint.read import COMPUTE_DTYPES
-    from engine.cli import Request
+    from engine.cli import EmptyPrompt, Request
     from engine.cli import generate as run
     from engine.errors import EngineError
     from engine.sampling import Sampling
@@ -62,7 +62,7 @@ def generate(
         reply = run(request, (lambda _: None) if as_json else _write)
     except EngineError as error:
         print(f"decodegate generate: {error}", file=sys.stderr)
-        raise typer.Exit(int(ExitCode.WRONG)) from None
+        raise typer.Exit(int(ExitCode.USAGE if isinstance(error, EmptyPrompt) else ExitCode.WRONG)) from None
     if as_json:
         print(json.dumps(reply.as_dict()))
     else:

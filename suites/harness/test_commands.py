@@ -80,10 +80,14 @@ def test_a_hub_id_that_cannot_be_fetched_is_infra_in_one_line(name: str, tmp_pat
         ["convert", "reference_models", "OUT/converted", "--mode=int3"],
         ["convert", "reference_models", "OUT/converted", "--policy=none"],
         ["convert", "reference_models", "OUT"],
+        ["convert", "reference_models", "OUT/converted", "--mode=mxfp4", "--layout=modelopt"],
+        ["convert", "OUT/model.gguf", "OUT/converted"],
+        ["convert", "reference_models", "/proc/nowhere"],
+        ["mutants", "--id=rewind_leaves_the_slots", "--out=/proc/nowhere"],
     ],
 )
 def test_anything_else_that_is_not_there_is_a_usage_error(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "not-empty").touch()
+    (tmp_path / "model.gguf").touch()
     result = CliRunner().invoke(app, [word.replace("OUT", str(tmp_path)) for word in arguments])
     assert result.exit_code == ExitCode.USAGE and isinstance(result.exception, SystemExit)
 
