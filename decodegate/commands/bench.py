@@ -37,7 +37,9 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2; or moe.")] = "smollm2",
+    checkpoint: Annotated[
+        str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name that doctor lists; or moe.")
+    ] = "smollm2",
     base: Annotated[
         str | None, typer.Option(metavar="REV", help="Measure our engine of this git revision too, in the same rounds.")
     ] = None,

@@ -24,7 +24,10 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="Directory with config.json and safetensors, a GGUF file, or a hub id.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="Directory with config.json and safetensors, a GGUF file, a hub id, or a name that doctor lists."),
+    ],
     prompt: Annotated[
         str, typer.Argument(help="The user's message, or the text to go on from with --no-chat; - reads it from stdin.")
     ],
