@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pytest
 
     from harness.records import Record
+    from harness.smoke import Smoke
 
 __all__ = ["plugin_is_installed", "register"]
 
@@ -61,7 +62,12 @@ def gate(
         list[str] | None, typer.Option(help="Engine to judge, a known name or module:Class (repeatable). Default: engine.")
     ] = None,
     checkpoint: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint directory as a further case (repeatable).")
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="A checkpoint directory as a further case, selected as the others are; alone: --case FAMILY/DIRNAME "
+            "(repeatable).",
+        ),
     ] = None,
     jobs: Annotated[
         int | None,
@@ -80,7 +86,10 @@ def gate(
     rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run only what did not pass in DIR/gate.jsonl.")] = False,
     smoke: Annotated[
         bool | None,
-        typer.Option("--smoke/--no-smoke", help="Run real checkpoints too. Default: where nothing is selected."),
+        typer.Option(
+            "--smoke/--no-smoke",
+            help="Run real checkpoints too, of --family and in --dtype where given. Default: where nothing is selected.",
+        ),
     ] = None,
 ) -> None:
     """Run every check on every case, judge each against the recompute, and write gate.jsonl, gate.md, gate.html and gate.xml.
@@ -116,7 +125,7 @@ def gate(
     arguments += [f"--gate-rerun-failed={previous}"] if previous else []
     with_smoke = _smoke_wanted(smoke, any(selections.values()) or bool(checkpoint), previous)
 
-    reporter = _Reporter(_smoke_sources() if with_smoke else [])
+    reporter = _Reporter(_smokes(family or (), dtype or (), seed) if with_smoke else [])
     with _alone_in(out):
         before = _set_aside(out / RECORDS)
         with reporter.showing():
@@ -126,7 +135,7 @@ def gate(
                     before.replace(out / RECORDS)
                 raise typer.Exit(int(ExitCode.USAGE))
             if with_smoke and status in FINISHED and (out / RECORDS).exists():
-                reporter.smoke(out / RECORDS, seed)
+                reporter.smoke(out / RECORDS)
         if before is not None:
             before.unlink()
         raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
@@ -219,11 +228,15 @@ def _smoke_wanted(asked: bool | None, selective: bool, previous: Path | None) ->
         raise typer.Exit(int(ExitCode.USAGE)) from None
 
 
-def _smoke_sources() -> list[str]:
-    """A real checkpoint, and the trained ones of each family."""
+def _smokes(families: Collection[str], dtypes: Collection[str], seed: int) -> list[Smoke]:
+    """Of a real checkpoint, and of the trained ones of each family; by default of all, in float32."""
+    from harness.cells import checkpoint_subjects
     from harness.checkpoints import SMOLLM2, shipped
+    from harness.smoke import Smoke
 
-    return [SMOLLM2, *map(str, shipped())]
+    sources = {SMOLLM2: "llama"} | {str(one.checkpoint): one.case.family for one in checkpoint_subjects(shipped())}
+    chosen = [source for source, family in sources.items() if not families or family in families]
+    return [Smoke(source, dtype=dtype, seed=seed) for source in chosen for dtype in dict.fromkeys(dtypes or ("float32",))]
 
 
 def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> ExitCode:
@@ -254,7 +267,7 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
 class _Reporter:
     """A pytest plugin that shows the run: progress instead of pytest's own terminal."""
 
-    def __init__(self, smokes: list[str]) -> None:
+    def __init__(self, smokes: list[Smoke]) -> None:
         self.troubles: list[str] = []
         self._smokes = smokes
         self._progress: Any = None
@@ -297,10 +310,12 @@ class _Reporter:
         self.troubles.append(f"pytest failed inside:\n{excrepr}")
         return True
 
-    def smoke(self, records: Path, seed: int) -> None:
+    def smoke(self, records: Path) -> None:
         """The smoke's records, appended to those of the cells."""
+        if not self._smokes:
+            typer.echo("decodegate gate: there is no checkpoint of the selected families to smoke", err=True)
         from harness.records import Writer
-        from harness.smoke import Smoke, run
+        from harness.smoke import run
 
         writer = Writer(records, None)
 
@@ -309,9 +324,8 @@ class _Reporter:
             self._progress.finish(record)
 
         try:
-            for source in self._smokes:
-                smoke = Smoke(source, seed=seed)
-                label = f"smoke of {Path(source).name} in {smoke.dtype}"
+            for smoke in self._smokes:
+                label = f"smoke of {Path(smoke.source).name} in {smoke.dtype}"
                 self._progress.begin(label)
                 run(smoke, keep, say=self._progress.say)
                 self._progress.end(label)

@@ -126,6 +126,34 @@ def test_an_interrupted_run_goes_on_to_no_smoke(tmp_path: Path, monkeypatch: pyt
     assert not ran
 
 
+@pytest.mark.parametrize(
+    ("selected", "smoked"),
+    [
+        (["--family=llama"], ["smollm2 float32", "llama float32"]),
+        (["--family=llama", "--dtype=bfloat16"], ["smollm2 bfloat16", "llama bfloat16"]),
+        (["--family=nemotron_nas", "--dtype=bfloat16", "--dtype=float32"], ["nemotron_nas bfloat16", "nemotron_nas float32"]),
+        (["--family=gpt_oss"], []),
+    ],
+)
+def test_the_smoke_of_a_selection_is_of_its_families_and_in_its_dtypes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selected: list[str], smoked: list[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("harness.smoke.run", lambda smoke, *_, **__: ran.append(f"{Path(smoke.source).name} {smoke.dtype}"))
+    _, text = gate(tmp_path, "--smoke", *selected, f"--check={REPEAT}", "--layout=dense", target("IsNotInstalled"))
+    assert ran == smoked
+    assert ("there is no checkpoint of the selected families" in text) == (not smoked)
+
+
+def test_a_checkpoint_is_a_further_case_that_is_selected_as_the_others_are_and_alone_by_its_name(tmp_path: Path) -> None:
+    checkpoint = build(find("llama/gqa"), 0, tmp_path)
+    common = [f"--checkpoint={checkpoint}", *TWO[1:-1], target("IsNotInstalled")]
+    name = f"llama/{checkpoint.name}"
+    for selected in (["llama/gqa"], ["llama/gqa", name], [name]):
+        gate(tmp_path / "out", *common, *(f"--case={case}" for case in selected))
+        assert {record.case for record in load(tmp_path / "out" / "gate.jsonl")[1]} == set(selected)
+
+
 def test_a_damaged_checkpoint_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     damaged = build(find("llama/gqa"), 0, tmp_path)
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-1])
