@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
@@ -99,7 +100,8 @@ def gate(
     the model (model_owned).
 
     Exits with 0 where all is well, 1 where something is wrong, 2 on a usage error, 3 where a cell was vacuous (it ran, but what
-    it tests did not) or nothing was run, 75 where only the surroundings failed (no weights, no lock).
+    it tests did not) or nothing was run, 75 where only the surroundings failed (no weights, no lock), 130 where it was
+    interrupted before anything was wrong. A run that ends without a record leaves those of the last run as they were.
     """
     import pytest
 
@@ -126,18 +128,14 @@ def gate(
     with_smoke = _smoke_wanted(smoke, any(selections.values()) or bool(checkpoint), previous)
 
     reporter = _Reporter(_smokes(family or (), dtype or (), seed) if with_smoke else [])
-    with _alone_in(out):
-        before = _set_aside(out / RECORDS)
-        with reporter.showing():
+    with _alone_in(out), _last_set_aside(out / RECORDS):
+        status = int(pytest.ExitCode.INTERRUPTED)
+        with reporter.showing(), reporter.interruptible():
             status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
-            if status == pytest.ExitCode.USAGE_ERROR:
-                if before is not None:  # nothing was run, so the last run's records still stand
-                    before.replace(out / RECORDS)
-                raise typer.Exit(int(ExitCode.USAGE))
             if with_smoke and status in FINISHED and (out / RECORDS).exists():
                 reporter.smoke(out / RECORDS)
-        if before is not None:
-            before.unlink()
+        if status == pytest.ExitCode.USAGE_ERROR:
+            raise typer.Exit(int(ExitCode.USAGE))
         raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
 
 
@@ -154,11 +152,29 @@ def _alone_in(out: Path) -> Iterator[None]:
         raise typer.Exit(int(ExitCode.USAGE)) from None
 
 
-def _set_aside(records: Path) -> Path | None:
-    """The last run's records under another name, so that what stands under theirs is this run's; None where there are none."""
+@contextlib.contextmanager
+def _last_set_aside(records: Path) -> Iterator[None]:
+    """The last run's records under another name, so that what stands under theirs is this run's; where this run has none, they
+    come back.
+    """
+    before = records.replace(records.with_suffix(".before.jsonl")) if records.exists() else None
+    try:
+        yield
+    finally:
+        if not _any_in(records):
+            records.unlink(missing_ok=True)
+            if before is not None:
+                before.replace(records)
+        elif before is not None:
+            before.unlink()
+
+
+def _any_in(records: Path) -> bool:
+    """Whether there is a record, and not only the header, which is written before the first cell."""
     if not records.exists():
-        return None
-    return records.replace(records.with_suffix(".before.jsonl"))
+        return False
+    with records.open("rb") as lines:
+        return sum(1 for _ in itertools.islice(lines, 2)) == 2
 
 
 def _know_checks(names: Iterable[str]) -> None:
@@ -246,7 +262,10 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
 
     for text in reporter.troubles:
         typer.echo(text, err=True)
-    if not (out / RECORDS).exists():
+    if not _any_in(out / RECORDS):
+        if reporter.interrupted:
+            typer.echo(f"decodegate gate: interrupted before the first cell; {out} is as it was", err=True)
+            return ExitCode.INTERRUPTED
         if status == 5:  # pytest collected nothing
             typer.echo(
                 "decodegate gate: no cell is selected, so there is no evidence; `decodegate list` says what there is", err=True
@@ -260,6 +279,8 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
     job_summary.append(written["md"].read_text("utf-8"))
     (run,) = summary.runs
     code = exit_code(record.outcome for record in run.records)
+    if reporter.interrupted and code is not ExitCode.WRONG and not reporter.troubles:
+        return ExitCode.INTERRUPTED
     cut_short = len(run.records) < run.header.selected
     return ExitCode.WRONG if cut_short or reporter.troubles or status not in FINISHED else code
 
@@ -269,6 +290,7 @@ class _Reporter:
 
     def __init__(self, smokes: list[Smoke]) -> None:
         self.troubles: list[str] = []
+        self.interrupted = False
         self._smokes = smokes
         self._progress: Any = None
 
@@ -277,6 +299,19 @@ class _Reporter:
 
         self._stack = ExitStack()
         return self._stack
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C ends what is inside, and what was recorded gets its reports."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.interrupted = (
+            excinfo.type is KeyboardInterrupt
+        )  # pytest ends a collection that failed with a class derived from it
 
     def pytest_configure(self, config: pytest.Config) -> None:
         from harness.plugin import gate_of
