@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from decodegate.help import USE, examples
+from decodegate.output import reader_is_gone
 from harness.outcomes import ExitCode
 
 EPILOG = examples(
@@ -78,3 +79,5 @@ def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
+    if reader_is_gone(sys.stdout):
+        raise typer.Exit(int(ExitCode.OK))  # nobody reads the rest
