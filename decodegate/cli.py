@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from decodegate import commands
+from decodegate.output import outlives_its_reader
 from harness.outcomes import ExitCode, Infra, Missing, Rejected
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -80,6 +81,9 @@ def main() -> None:
     """Console script."""
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    else:
+        sys.stdout = outlives_its_reader(sys.stdout)
+    sys.stderr = outlives_its_reader(sys.stderr)
     # A CI that cancels sends it; as Ctrl-C does, it leaves reports of what was done, and no worktree or process behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()

@@ -13,7 +13,11 @@ from engine.errors import EngineError
 from engine.prompt.tokenizer import require
 from engine.sampling import GREEDY, Sampling
 
-__all__ = ["Reply", "Request", "generate"]
+__all__ = ["EmptyPrompt", "Reply", "Request", "generate"]
+
+
+class EmptyPrompt(EngineError):
+    """The prompt has no token, so that there is nothing to go on from."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Reply:
 
 
 def generate(request: Request, write: Callable[[str], None]) -> Reply:
-    """Run one request; `write` gets the text in pieces of whole characters as it comes. Raises EngineError."""
+    """Run one request; `write` gets the text in pieces of whole characters as it comes. Raises EngineError;
+    EmptyPrompt where the prompt has no token.
+    """
     started = time.perf_counter()
     engine = DirectEngine.load(request.source, dtype=request.dtype, quantised=request.quantised)
     checkpoint = engine.checkpoint
@@ -84,7 +90,7 @@ def generate(request: Request, write: Callable[[str], None]) -> Reply:
     else:
         tokens = tokenizer.encode(request.prompt)
     if not tokens:
-        raise EngineError("the prompt is empty and the tokenizer puts nothing before a text; give it a word to go on from")
+        raise EmptyPrompt("the prompt is empty and the tokenizer puts nothing before a text; give it a word to go on from")
     loaded = time.perf_counter()
     generation = engine.generate(tokens, request.max_tokens, request.sampling)
     prefilled = time.perf_counter()

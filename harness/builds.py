@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.git import GitError, git
 
-__all__ = ["BuildError", "Builds", "Made", "Source", "fingerprint"]
+__all__ = ["BuildError", "Builds", "Made", "NoCommit", "Source", "fingerprint"]
 
 WORKING_TREE = "working tree"
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.tmp", ".*")
@@ -27,6 +27,10 @@ _SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.tmp", ".*")
 
 class BuildError(RuntimeError):
     """A build cannot be made; says what is missing and what to do."""
+
+
+class NoCommit(BuildError):
+    """What was named as a revision is no commit of the repository."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ def _commit(repository: Path, revision: str) -> str:
     except GitError:
         shallow = (repository / ".git" / "shallow").exists()
         hint = "; the clone is shallow, fetch more of its history" if shallow else ""
-        raise BuildError(f"{revision!r} is no commit of {repository}{hint}") from None
+        raise NoCommit(f"{revision!r} is no commit of {repository}{hint}") from None
 
 
 def _describe(repository: Path, revision: str) -> tuple[str, str]:

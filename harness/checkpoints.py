@@ -73,7 +73,8 @@ def shipped() -> list[Path]:
 
 
 def resolve(source: str) -> Path:
-    """A directory or file that exists, `smollm2`, `gemma3-270m`, or a hub id that is cached or can be fetched.
+    """`smollm2`, `gemma3-270m`, a directory or file that exists, the name of a shipped checkpoint, or a hub id that is cached
+    or can be fetched.
 
     Raises Missing where nothing of that name is here, and Infra, which says what to do, where the hub does not give it.
     """
@@ -88,11 +89,14 @@ def resolve(source: str) -> Path:
         reason = "does not exist"
     except OSError as error:  # a name that is too long, a directory that may not be looked into
         reason = f"cannot be looked at ({error.strerror})"
+    trained = {directory.name: directory for directory in shipped()}
+    if source in trained:
+        return trained[source]
     # Only here: importing engine sets flags for the processes that this one starts, and some run another build of it.
     from engine.checkpoint.hub import HubUnavailable, is_hub_id, snapshot
 
     if path.suffix in (".gguf", ".safetensors") or not is_hub_id(source):
-        known = ", ".join(WHEELS)
+        known = ", ".join([*WHEELS, *trained])
         raise Missing(
             f"checkpoint {source[:200]!r} {reason}; give a directory with config.json, a .gguf file, a hub id (owner/name), or "
             f"one of {known}"

@@ -30,6 +30,7 @@ class ExitCode(int, Enum):
     VACUOUS = 3  # vacuous cells, or no evidence at all
     BASELINE_RED = 4  # mutants, evidence
     TEMPORARY = 75  # only infra or flake (EX_TEMPFAIL)
+    INTERRUPTED = 130  # by Ctrl-C or SIGTERM, with nothing wrong until then (128 + SIGINT, as shells count)
 
 
 class Unsupported(Exception):

@@ -37,7 +37,9 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2; or moe.")] = "smollm2",
+    checkpoint: Annotated[
+        str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name that doctor lists; or moe.")
+    ] = "smollm2",
     base: Annotated[
         str | None, typer.Option(metavar="REV", help="Measure our engine of this git revision too, in the same rounds.")
     ] = None,
@@ -67,7 +69,8 @@ def command(
 
     Every peer runs in a process of its own, loads once, and is asked in turn. Medians come with exact intervals, ratios are
     paired by round, and `~` marks what shows no difference. A busy machine is refused. With --base the engine of the working
-    tree is compared with its own at that revision; exits with 4 where that one could not be measured.
+    tree is compared with its own at that revision; exits with 4 where that one could not be measured, and with 75 where none
+    of the peers asked for could be, so that nothing was compared.
 
     `bench moe` times products with quantised experts instead, the engine's mapped gather against MLX's own; --formats,
     --rounds, --busy-ok, --timeout, --out and --json apply.
@@ -116,6 +119,13 @@ def command(
         if base is not None and missing["name"] == chosen[1].name:
             print(f"decodegate bench: the base was not measured: {missing['reason']}", file=sys.stderr)
             raise typer.Exit(ExitCode.BASELINE_RED)
+    if result["missing"] and len(result["peers"]) == 1:
+        print(
+            "decodegate bench: nothing was compared, for none of the peers can be run here; the table has the reasons, "
+            '--peers "" measures our engine alone',
+            file=sys.stderr,
+        )
+        raise typer.Exit(ExitCode.TEMPORARY)
 
 
 def _peers(wanted: list[tuple[str, str]], builds: Builds, base: str | None, python: str) -> list[Peer]:

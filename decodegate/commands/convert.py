@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from decodegate.help import USE, examples
+from decodegate.output import writable_directory
 from harness.outcomes import ExitCode
 
 EPILOG = examples(
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 def command(
     source: Annotated[str, typer.Argument(help="Directory with config.json and plain safetensors, or a hub id.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write; new or empty.")],
+    out: Annotated[Path, typer.Argument(callback=writable_directory, help="Directory to write; new or empty.")],
     mode: Annotated[str, typer.Option(help="nvfp4, mxfp4, mxfp8, or affine with 2, 3, 4, 5, 6 or 8 bits: affine4.")] = "nvfp4",
     layout: Annotated[
         str, typer.Option(help="Names in the files: mlx, modelopt (nvfp4, mxfp8), or gpt-oss (its experts in mxfp4).")
@@ -43,7 +44,7 @@ def command(
 ) -> None:
     """Write a quantised copy of a checkpoint: routers, convolutions, norms and what does not fit groups stay as they are."""
     from engine.checkpoint.convert import convert
-    from engine.checkpoint.pack import LAYOUTS
+    from engine.checkpoint.pack import LAYOUTS, require_mode
     from engine.checkpoint.policy import POLICIES, quantisation_format
     from engine.errors import EngineError, Refused
     from harness.checkpoints import resolve
@@ -53,13 +54,19 @@ def command(
     if policy not in (None, *POLICIES):
         raise typer.BadParameter(f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy")
     try:
-        quantisation_format(mode, group_size)
+        form = quantisation_format(mode, group_size)
+        require_mode(layout, form)
     except Refused as error:
-        raise typer.BadParameter(str(error), param_hint="--mode, --group-size") from None
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise typer.BadParameter(f"{str(out)!r} exists and is no empty directory; name another, or remove it", param_hint="OUT")
+        raise typer.BadParameter(str(error), param_hint="--mode, --group-size, --layout") from None
+    if any(out.iterdir()):
+        raise typer.BadParameter(f"{str(out)!r} is no empty directory; name another, or remove it", param_hint="OUT")
+    checkpoint = resolve(source)
+    if not checkpoint.is_dir():
+        kind = "GGUF file" if checkpoint.suffix == ".gguf" else "file"
+        said = f"{source!r} is a {kind}; convert reads a directory of plain safetensors or a hub id"
+        raise typer.BadParameter(said, param_hint="SOURCE")
     try:
-        done = convert(resolve(source), out, mode=mode, layout=layout, policy=policy, group_size=group_size)
+        done = convert(checkpoint, out, mode=mode, layout=layout, policy=policy, group_size=group_size)
     except EngineError as error:
         print(f"decodegate convert: {error}", file=sys.stderr)
         raise typer.Exit(int(ExitCode.WRONG)) from None

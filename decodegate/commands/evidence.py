@@ -67,7 +67,7 @@ def command(
     after the change: 0 when all of its cells pass, 1 when one is wrong; 4 when there is no before and after to compare, 75 when
     all is well but the speed that --bench asks for could not be measured.
     """
-    from harness.builds import BuildError, Builds, Source
+    from harness.builds import BuildError, Builds, NoCommit, Source
     from harness.cells import Matrix, Selection, SelectionError, checks_in, subjects, unknown
     from harness.checkpoints import resolve as find_checkpoint
     from harness.lock import hold
@@ -106,7 +106,7 @@ def command(
                     outcomes.append(_measure(table, before, after, bench, rounds, busy_ok))
     except BuildError as error:
         print(f"decodegate evidence: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.BASELINE_RED) from None
+        raise typer.Exit(ExitCode.USAGE if isinstance(error, NoCommit) else ExitCode.BASELINE_RED) from None
     written = write(table, out)
     print(written["json" if as_json else "md"].read_text("utf-8"), end="")
     raise typer.Exit(exit_code(outcomes))

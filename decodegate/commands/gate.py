@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import pytest
 
     from harness.records import Record
+    from harness.smoke import Smoke
 
 __all__ = ["plugin_is_installed", "register"]
 
@@ -61,7 +63,12 @@ def gate(
         list[str] | None, typer.Option(help="Engine to judge, a known name or module:Class (repeatable). Default: engine.")
     ] = None,
     checkpoint: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="A checkpoint directory as a further case (repeatable).")
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="A checkpoint directory as a further case, selected as the others are; alone: --case FAMILY/DIRNAME "
+            "(repeatable).",
+        ),
     ] = None,
     jobs: Annotated[
         int | None,
@@ -80,7 +87,10 @@ def gate(
     rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run only what did not pass in DIR/gate.jsonl.")] = False,
     smoke: Annotated[
         bool | None,
-        typer.Option("--smoke/--no-smoke", help="Run real checkpoints too. Default: where nothing is selected."),
+        typer.Option(
+            "--smoke/--no-smoke",
+            help="Run real checkpoints too, of --family and in --dtype where given. Default: where nothing is selected.",
+        ),
     ] = None,
 ) -> None:
     """Run every check on every case, judge each against the recompute, and write gate.jsonl, gate.md, gate.html and gate.xml.
@@ -90,7 +100,8 @@ def gate(
     the model (model_owned).
 
     Exits with 0 where all is well, 1 where something is wrong, 2 on a usage error, 3 where a cell was vacuous (it ran, but what
-    it tests did not) or nothing was run, 75 where only the surroundings failed (no weights, no lock).
+    it tests did not) or nothing was run, 75 where only the surroundings failed (no weights, no lock), 130 where it was
+    interrupted before anything was wrong. A run that ends without a record leaves those of the last run as they were.
     """
     import pytest
 
@@ -116,19 +127,15 @@ def gate(
     arguments += [f"--gate-rerun-failed={previous}"] if previous else []
     with_smoke = _smoke_wanted(smoke, any(selections.values()) or bool(checkpoint), previous)
 
-    reporter = _Reporter(_smoke_sources() if with_smoke else [])
-    with _alone_in(out):
-        before = _set_aside(out / RECORDS)
-        with reporter.showing():
+    reporter = _Reporter(_smokes(family or (), dtype or (), seed) if with_smoke else [])
+    with _alone_in(out), _last_set_aside(out / RECORDS):
+        status = int(pytest.ExitCode.INTERRUPTED)
+        with reporter.showing(), reporter.interruptible():
             status = int(pytest.main([*_base_arguments(), *arguments], plugins=[reporter]))
-            if status == pytest.ExitCode.USAGE_ERROR:
-                if before is not None:  # nothing was run, so the last run's records still stand
-                    before.replace(out / RECORDS)
-                raise typer.Exit(int(ExitCode.USAGE))
             if with_smoke and status in FINISHED and (out / RECORDS).exists():
-                reporter.smoke(out / RECORDS, seed)
-        if before is not None:
-            before.unlink()
+                reporter.smoke(out / RECORDS)
+        if status == pytest.ExitCode.USAGE_ERROR:
+            raise typer.Exit(int(ExitCode.USAGE))
         raise typer.Exit(int(_finish(out, status, reporter, time.monotonic() - began)))
 
 
@@ -145,11 +152,29 @@ def _alone_in(out: Path) -> Iterator[None]:
         raise typer.Exit(int(ExitCode.USAGE)) from None
 
 
-def _set_aside(records: Path) -> Path | None:
-    """The last run's records under another name, so that what stands under theirs is this run's; None where there are none."""
+@contextlib.contextmanager
+def _last_set_aside(records: Path) -> Iterator[None]:
+    """The last run's records under another name, so that what stands under theirs is this run's; where this run has none, they
+    come back.
+    """
+    before = records.replace(records.with_suffix(".before.jsonl")) if records.exists() else None
+    try:
+        yield
+    finally:
+        if not _any_in(records):
+            records.unlink(missing_ok=True)
+            if before is not None:
+                before.replace(records)
+        elif before is not None:
+            before.unlink()
+
+
+def _any_in(records: Path) -> bool:
+    """Whether there is a record, and not only the header, which is written before the first cell."""
     if not records.exists():
-        return None
-    return records.replace(records.with_suffix(".before.jsonl"))
+        return False
+    with records.open("rb") as lines:
+        return sum(1 for _ in itertools.islice(lines, 2)) == 2
 
 
 def _know_checks(names: Iterable[str]) -> None:
@@ -219,11 +244,15 @@ def _smoke_wanted(asked: bool | None, selective: bool, previous: Path | None) ->
         raise typer.Exit(int(ExitCode.USAGE)) from None
 
 
-def _smoke_sources() -> list[str]:
-    """A real checkpoint, and the trained ones of each family."""
+def _smokes(families: Collection[str], dtypes: Collection[str], seed: int) -> list[Smoke]:
+    """Of a real checkpoint, and of the trained ones of each family; by default of all, in float32."""
+    from harness.cells import checkpoint_subjects
     from harness.checkpoints import SMOLLM2, shipped
+    from harness.smoke import Smoke
 
-    return [SMOLLM2, *map(str, shipped())]
+    sources = {SMOLLM2: "llama"} | {str(one.checkpoint): one.case.family for one in checkpoint_subjects(shipped())}
+    chosen = [source for source, family in sources.items() if not families or family in families]
+    return [Smoke(source, dtype=dtype, seed=seed) for source in chosen for dtype in dict.fromkeys(dtypes or ("float32",))]
 
 
 def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> ExitCode:
@@ -233,7 +262,10 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
 
     for text in reporter.troubles:
         typer.echo(text, err=True)
-    if not (out / RECORDS).exists():
+    if not _any_in(out / RECORDS):
+        if reporter.interrupted:
+            typer.echo(f"decodegate gate: interrupted before the first cell; {out} is as it was", err=True)
+            return ExitCode.INTERRUPTED
         if status == 5:  # pytest collected nothing
             typer.echo(
                 "decodegate gate: no cell is selected, so there is no evidence; `decodegate list` says what there is", err=True
@@ -247,6 +279,8 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
     job_summary.append(written["md"].read_text("utf-8"))
     (run,) = summary.runs
     code = exit_code(record.outcome for record in run.records)
+    if reporter.interrupted and code is not ExitCode.WRONG and not reporter.troubles:
+        return ExitCode.INTERRUPTED
     cut_short = len(run.records) < run.header.selected
     return ExitCode.WRONG if cut_short or reporter.troubles or status not in FINISHED else code
 
@@ -254,8 +288,9 @@ def _finish(out: Path, status: int, reporter: _Reporter, elapsed_s: float) -> Ex
 class _Reporter:
     """A pytest plugin that shows the run: progress instead of pytest's own terminal."""
 
-    def __init__(self, smokes: list[str]) -> None:
+    def __init__(self, smokes: list[Smoke]) -> None:
         self.troubles: list[str] = []
+        self.interrupted = False
         self._smokes = smokes
         self._progress: Any = None
 
@@ -264,6 +299,19 @@ class _Reporter:
 
         self._stack = ExitStack()
         return self._stack
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C ends what is inside, and what was recorded gets its reports."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.interrupted = (
+            excinfo.type is KeyboardInterrupt
+        )  # pytest ends a collection that failed with a class derived from it
 
     def pytest_configure(self, config: pytest.Config) -> None:
         from harness.plugin import gate_of
@@ -297,10 +345,12 @@ class _Reporter:
         self.troubles.append(f"pytest failed inside:\n{excrepr}")
         return True
 
-    def smoke(self, records: Path, seed: int) -> None:
+    def smoke(self, records: Path) -> None:
         """The smoke's records, appended to those of the cells."""
+        if not self._smokes:
+            typer.echo("decodegate gate: there is no checkpoint of the selected families to smoke", err=True)
         from harness.records import Writer
-        from harness.smoke import Smoke, run
+        from harness.smoke import run
 
         writer = Writer(records, None)
 
@@ -309,9 +359,8 @@ class _Reporter:
             self._progress.finish(record)
 
         try:
-            for source in self._smokes:
-                smoke = Smoke(source, seed=seed)
-                label = f"smoke of {Path(source).name} in {smoke.dtype}"
+            for smoke in self._smokes:
+                label = f"smoke of {Path(smoke.source).name} in {smoke.dtype}"
                 self._progress.begin(label)
                 run(smoke, keep, say=self._progress.say)
                 self._progress.end(label)

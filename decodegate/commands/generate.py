@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from decodegate.help import USE, examples
+from decodegate.output import reader_is_gone
 from harness.outcomes import ExitCode
 
 EPILOG = examples(
@@ -24,7 +25,10 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="Directory with config.json and safetensors, a GGUF file, or a hub id.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="Directory with config.json and safetensors, a GGUF file, a hub id, or a name that doctor lists."),
+    ],
     prompt: Annotated[
         str, typer.Argument(help="The user's message, or the text to go on from with --no-chat; - reads it from stdin.")
     ],
@@ -44,7 +48,7 @@ def generate(
 ) -> None:
     """Generate text with the engine. The text goes to stdout, speeds and notes to stderr."""
     from engine.checkpoint.read import COMPUTE_DTYPES
-    from engine.cli import Request
+    from engine.cli import EmptyPrompt, Request
     from engine.cli import generate as run
     from engine.errors import EngineError
     from engine.sampling import Sampling
@@ -62,7 +66,7 @@ def generate(
         reply = run(request, (lambda _: None) if as_json else _write)
     except EngineError as error:
         print(f"decodegate generate: {error}", file=sys.stderr)
-        raise typer.Exit(int(ExitCode.WRONG)) from None
+        raise typer.Exit(int(ExitCode.USAGE if isinstance(error, EmptyPrompt) else ExitCode.WRONG)) from None
     if as_json:
         print(json.dumps(reply.as_dict()))
     else:
@@ -75,3 +79,5 @@ def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
+    if reader_is_gone(sys.stdout):
+        raise typer.Exit(int(ExitCode.OK))  # nobody reads the rest

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from decodegate.help import JUDGE, examples
+from decodegate.output import writable_directory
 from harness.outcomes import ExitCode
 
 __all__ = ["register"]
@@ -42,9 +43,9 @@ def command(
     catalogue: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of .toml files with mutants of your own.")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Results and reports; finished mutants are kept.")] = Path(
-        "mutants-out"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", callback=writable_directory, help="Results and reports; finished mutants are kept.")
+    ] = Path("mutants-out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Plant the catalogue's faults and report which check catches each, and with how much headroom.
@@ -71,7 +72,6 @@ def command(
     if not chosen:
         print(f"no mutant lies in a file that differs from {in_diff}" if in_diff else "no mutant is selected", file=sys.stderr)
         raise typer.Exit(ExitCode.OK if in_diff else ExitCode.VACUOUS)
-    out.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(out / ".lock", timeout=0), Builds(source) as builds:
             code = _run(builds, mutants, chosen, out, as_json, jobs=jobs, seed=seed, target=target, all_checks=all_checks)

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="A directory, a .gguf file, a hub id, smollm2, or gemma3-270m.")
+        str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name that doctor lists: smollm2.")
     ] = "smollm2",
     target: Annotated[str, typer.Option(help="Target to judge: a known name or module:Class.")] = "engine",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",

@@ -12,7 +12,7 @@ from engine.checkpoint.policy import Format
 from engine.errors import CheckpointError, Refused
 from engine.layers.quantised import QuantisedTensor
 
-__all__ = ["LAYOUTS", "Part", "pack", "parts", "quantised"]
+__all__ = ["LAYOUTS", "Part", "pack", "parts", "quantised", "require_mode"]
 
 LAYOUTS = {  # layout -> modes that it has
     "mlx": ("affine", "mxfp4", "mxfp8", "nvfp4"),
@@ -31,10 +31,15 @@ class Part:
     shape: tuple[int, ...]
 
 
-def parts(layout: str, form: Format, shape: tuple[int, ...], scale_dtype: str) -> tuple[Part, ...]:
-    """The tensors of a matrix [..., out, in]; scale_dtype: of affine scales. Raises Refused for a mode that a layout lacks."""
+def require_mode(layout: str, form: Format) -> None:
+    """Raise Refused where the layout, one of LAYOUTS, has no such mode."""
     if form.mode not in LAYOUTS[layout]:
         raise Refused(f"layout {layout} has no mode {form.mode} (it has {', '.join(LAYOUTS[layout])}; layout mlx has all)")
+
+
+def parts(layout: str, form: Format, shape: tuple[int, ...], scale_dtype: str) -> tuple[Part, ...]:
+    """The tensors of a matrix [..., out, in]; scale_dtype: of affine scales. Raises Refused for a mode that a layout lacks."""
+    require_mode(layout, form)
     rows, inputs = shape[:-1], shape[-1]
     groups = (*rows, inputs // form.group_size)
     if layout == "modelopt":

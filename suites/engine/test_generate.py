@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from decodegate.commands import generate as command
 from engine import cli
 from engine.checkpoint import load
-from engine.errors import EngineError
 from engine.sampling import Sampling
 from suites.engine.tiny_checkpoints import write_directory, write_gguf
 
@@ -85,8 +84,12 @@ def test_a_checkpoint_without_template_or_tokenizer_says_so(run, tmp_path):
     assert result.exit_code == 1 and "--no-chat" in result.stderr
     result = run(write_directory(tmp_path / "m"), "the")
     assert result.exit_code == 1 and "tokenizer.json" in result.stderr
-    with pytest.raises(EngineError, match="empty"):
-        cli.generate(cli.Request(str(bare), ""), lambda _: None)
+
+
+def test_a_prompt_without_a_token_is_a_usage_error(run, tmp_path):
+    result = run(write_gguf(tmp_path / "bare.gguf"), "", "--no-chat")
+    assert result.exit_code == 2 and not result.stdout
+    assert result.stderr.startswith("decodegate generate: the prompt is empty") and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

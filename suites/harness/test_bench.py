@@ -254,6 +254,21 @@ def test_what_cannot_be_compared_is_a_usage_error(bench, options):
     assert ran.exit_code == ExitCode.USAGE and options[1].split(":")[-1] in ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("peers", "code"),
+    [("mlx_lm:float32,transformers:float32", ExitCode.TEMPORARY), ("mlx_lm:float32,engine:bfloat16", ExitCode.OK)],
+)
+def test_a_run_in_which_no_peer_that_was_asked_for_is_here_ends_with_75(bench, monkeypatch, peers: str, code: ExitCode):
+    def require(peer: Peer) -> None:
+        if peer.engine != "engine":
+            raise Infra(f"{peer.engine} is not installed")
+
+    monkeypatch.setattr(Peer, "require", require)
+    ran = bench("--peers", peers, "--rounds", "1")
+    assert ran.exit_code == code and "mlx_lm is not installed" in ran.stdout
+    assert ("nothing was compared" in ran.stderr) == (code == ExitCode.TEMPORARY)
+
+
 def test_products_with_experts_have_no_base():
     ran = CliRunner().invoke(app, ["bench", "moe", "--base", "HEAD"])
     assert ran.exit_code == ExitCode.USAGE and "--base" in ran.stderr

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from typer.testing import CliRunner
 
 from decodegate.cli import app
 from harness.outcomes import ExitCode
+from suites.harness.runs import FAKE, REWIND, environment
 
 COMMANDS = sorted(typer.main.get_command(app).commands)
 CELL = "engine::llama/x::repeat_is_deterministic[float32,dense]"
@@ -80,12 +85,55 @@ def test_a_hub_id_that_cannot_be_fetched_is_infra_in_one_line(name: str, tmp_pat
         ["convert", "reference_models", "OUT/converted", "--mode=int3"],
         ["convert", "reference_models", "OUT/converted", "--policy=none"],
         ["convert", "reference_models", "OUT"],
+        ["convert", "reference_models", "OUT/converted", "--mode=mxfp4", "--layout=modelopt"],
+        ["convert", "OUT/model.gguf", "OUT/converted"],
+        ["convert", "reference_models", "/proc/nowhere"],
+        ["mutants", "--id=rewind_leaves_the_slots", "--out=/proc/nowhere"],
     ],
 )
 def test_anything_else_that_is_not_there_is_a_usage_error(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "not-empty").touch()
+    (tmp_path / "model.gguf").touch()
     result = CliRunner().invoke(app, [word.replace("OUT", str(tmp_path)) for word in arguments])
     assert result.exit_code == ExitCode.USAGE and isinstance(result.exception, SystemExit)
+
+
+@pytest.fixture
+def closed() -> Iterator[int]:
+    """A pipe whose reader has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+CELLS = ["--jobs=1", "--no-smoke", "--case=llama/gqa", "--dtype=float32", "--layout=dense", f"--check={REWIND}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["gate", "--help"], ExitCode.OK),
+        (["list", "cases"], ExitCode.OK),
+        (["generate", "llama", "the", "--max-tokens=1000000"], ExitCode.OK),
+        (["gate", *CELLS, f"--target={FAKE}:Honest"], ExitCode.OK),
+        (["gate", *CELLS, f"--target={FAKE}:IsWrong"], ExitCode.WRONG),
+        (["gate", "--no-such-option"], ExitCode.USAGE),
+    ],
+)
+def test_a_reader_that_ends_early_costs_no_command_its_exit_code(
+    arguments: list[str], code: ExitCode, closed: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "decodegate", *arguments]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == code
+    assert "Traceback" not in ran.stderr and "Broken" not in ran.stderr
+    assert subprocess.run(command, cwd=tmp_path, env=environment(), stdout=closed, stderr=closed).returncode == code
+
+
+def test_a_stdout_that_is_closed_from_the_beginning_is_no_error() -> None:
+    shell = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "decodegate", "list", "cases"]
+    ran = subprocess.run(shell, env=environment(), capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (ExitCode.OK, "")
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from decodegate.cli import app
 from harness import checkpoints, diagnosis, lock, targets
+from harness.outcomes import Missing
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,21 @@ def test_every_checkpoint_that_the_project_knows_is_listed_and_an_absent_one_wit
     assert not listed["gemma3-270m"].available and "pip install 'decodegate[gemma3]'" in listed["gemma3-270m"].text
     assert all(listed[path.name].available and str(path) in listed[path.name].text for path in checkpoints.shipped())
     assert not found.blocking
+
+
+@pytest.mark.parametrize("name", [path.name for path in checkpoints.shipped()])
+def test_a_listed_checkpoint_is_found_by_its_name_unless_a_directory_here_has_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    found = checkpoints.resolve(name)
+    assert found.name == name and (found / "config.json").is_file()
+    (tmp_path / name).mkdir()
+    assert checkpoints.resolve(name) == Path(name)
+
+
+def test_a_checkpoint_that_there_is_not_is_said_with_every_name_that_there_is():
+    with pytest.raises(Missing) as error:
+        checkpoints.resolve("lama")
+    assert all(finding.name in str(error.value) for finding in diagnosis.diagnose().checkpoints)
 
 
 def test_json_has_what_the_text_has():

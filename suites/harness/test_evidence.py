@@ -124,12 +124,19 @@ def test_a_base_that_does_not_import_costs_its_own_column_only(tmp_path: Path) -
     assert "No module named 'nowhere_to_be_found'" in row(report, REWIND)["before"]["text"]
 
 
-@pytest.mark.parametrize("base", ["HEAD", "nowhere"])
-def test_without_a_before_and_after_the_exit_code_is_4(tmp_path: Path, base: str) -> None:
+def test_without_a_before_and_after_the_exit_code_is_4(tmp_path: Path) -> None:
     repository = make_repository(tmp_path / "repository")
-    ran, _ = decodegate(repository, tmp_path / "out", "--base", base)
+    ran, _ = decodegate(repository, tmp_path / "out", "--base", "HEAD")
     assert ran.exit_code == ExitCode.BASELINE_RED
     assert ran.stderr.startswith("decodegate evidence: ")
+
+
+@pytest.mark.parametrize("options", [("--base", "nowhere"), ("--base", "HEAD~1", "--head", "nowhere")])
+def test_a_revision_that_there_is_not_is_a_usage_error_of_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    repository = history(tmp_path, MODEL.replace(KEPT, f"{KEPT} + 1"))
+    ran, _ = decodegate(repository, tmp_path / "out", *options)
+    assert ran.exit_code == ExitCode.USAGE
+    assert ran.stderr.startswith("decodegate evidence: 'nowhere' is no commit") and ran.stderr.count("\n") == 1
 
 
 def test_a_base_without_the_package_ends_with_4_and_says_so(tmp_path: Path) -> None:

@@ -118,12 +118,76 @@ def test_an_exception_that_no_file_can_hold_as_it_is_costs_its_cell_only(tmp_pat
     assert "bad \\ud800 text" in records[f"raises_surrogates {REWIND}"].message
 
 
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_interrupted_run_goes_on_to_no_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr("harness.smoke.run", lambda *_, **__: ran.append("smoke"))
-    monkeypatch.setattr("harness.execution.Execution.record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert gate(tmp_path, "--smoke", "--jobs=1", *TWO, target("Honest"))[0] == ExitCode.WRONG
+    monkeypatch.setattr("harness.execution.Execution.record", interrupt)
+    assert gate(tmp_path, "--smoke", "--jobs=1", *TWO, target("Honest"))[0] == ExitCode.INTERRUPTED
     assert not ran
+
+
+@pytest.mark.parametrize("place", ["pytest.main", "harness.plugin.header", "harness.execution.Execution.record"])
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_run_that_is_interrupted_before_its_first_cell_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, earlier: bool
+) -> None:
+    if earlier:
+        gate(tmp_path, *TWO, target("IsWrong"))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"}
+    monkeypatch.setattr(place, interrupt)
+    code, text = gate(tmp_path, *TWO, target("Honest"))
+    assert code == ExitCode.INTERRUPTED
+    assert text.strip() == f"decodegate gate: interrupted before the first cell; {tmp_path} is as it was"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"} == before
+
+
+@pytest.mark.parametrize(("variant", "code"), [("Honest", ExitCode.INTERRUPTED), ("IsWrong", ExitCode.WRONG)])
+def test_a_run_that_is_interrupted_in_its_smoke_writes_its_reports_and_a_cell_that_failed_makes_it_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, code: ExitCode
+) -> None:
+    monkeypatch.setattr("harness.smoke.run", interrupt)
+    assert gate(tmp_path, "--smoke", *TWO, target(variant))[0] == code
+    assert len(recorded(tmp_path)) == 2
+    assert "did not finish" in (tmp_path / "gate.md").read_text()
+
+
+def test_a_run_that_selects_no_cell_leaves_the_last_records(tmp_path: Path) -> None:
+    gate(tmp_path, *TWO, target("Honest"))
+    before = (tmp_path / "gate.jsonl").read_bytes()
+    assert gate(tmp_path, *TWO, target("Honest"), "--rerun-failed")[0] == ExitCode.VACUOUS
+    assert (tmp_path / "gate.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("selected", "smoked"),
+    [
+        (["--family=llama"], ["smollm2 float32", "llama float32"]),
+        (["--family=llama", "--dtype=bfloat16"], ["smollm2 bfloat16", "llama bfloat16"]),
+        (["--family=nemotron_nas", "--dtype=bfloat16", "--dtype=float32"], ["nemotron_nas bfloat16", "nemotron_nas float32"]),
+        (["--family=gpt_oss"], []),
+    ],
+)
+def test_the_smoke_of_a_selection_is_of_its_families_and_in_its_dtypes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selected: list[str], smoked: list[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("harness.smoke.run", lambda smoke, *_, **__: ran.append(f"{Path(smoke.source).name} {smoke.dtype}"))
+    _, text = gate(tmp_path, "--smoke", *selected, f"--check={REPEAT}", "--layout=dense", target("IsNotInstalled"))
+    assert ran == smoked
+    assert ("there is no checkpoint of the selected families" in text) == (not smoked)
+
+
+def test_a_checkpoint_is_a_further_case_that_is_selected_as_the_others_are_and_alone_by_its_name(tmp_path: Path) -> None:
+    checkpoint = build(find("llama/gqa"), 0, tmp_path)
+    common = [f"--checkpoint={checkpoint}", *TWO[1:-1], target("IsNotInstalled")]
+    name = f"llama/{checkpoint.name}"
+    for selected in (["llama/gqa"], ["llama/gqa", name], [name]):
+        gate(tmp_path / "out", *common, *(f"--case={case}" for case in selected))
+        assert {record.case for record in load(tmp_path / "out" / "gate.jsonl")[1]} == set(selected)
 
 
 def test_a_damaged_checkpoint_is_an_error_without_a_traceback(tmp_path: Path) -> None:
@@ -340,7 +404,7 @@ def test_a_run_that_is_asked_to_end_writes_its_reports_says_nothing_else_and_lea
         _until(lambda: _lines(out) >= 3)
         children = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
-        assert process.wait(timeout=90) == ExitCode.WRONG
+        assert process.wait(timeout=90) == ExitCode.INTERRUPTED  # nothing was wrong in what had been run
     header, records = load(out / "gate.jsonl")
     assert 2 <= len(records) < header.selected
     assert {str(record.outcome) for record in records} <= {"pass", "unsupported"}
