@@ -389,9 +389,7 @@ def test_tokens_that_fill_a_buffer_are_copied_into_it(make, before: int):
     if before:
         filled(state, before)
         state.rewind(before)
-    mx.synchronize()
-    gc.collect()
-    start = mx.get_active_memory()
+    start = active_memory()
     large = mx.random.normal((1, HEADS, 5000, 4))
     mx.eval(large)
     state.append(large[:, :, :256], large[:, :, :256, :3])
