@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -11,6 +12,8 @@ from typing import Any
 
 from harness.outcomes import Outcome
 from harness.records import Header, Record
+from reports import terminal
+from reports.summary import Run, Summary
 
 CASES = ("gqa", "mha", "mqa", "biased", "tied", "llama3_rope", "yarn", "long")
 CHECKS = (
@@ -165,3 +168,14 @@ def write(path: Path, records: list[Record], head: Header | None = None) -> Path
     text = "\n".join(json.dumps(asdict(item), ensure_ascii=False) for item in (head, *records))
     path.write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
     return path
+
+
+def summary_of(records: list[Record], **head: object) -> Summary:
+    return Summary([Run(header(**{"selected": len(records), **head}), tuple(records))])
+
+
+def printed(report: Summary, **options: object) -> str:
+    """What the summary prints where stdout is not a terminal."""
+    stream = io.StringIO()
+    terminal.summary(report, terminal.make_console(stream), **options)  # type: ignore[arg-type]
+    return stream.getvalue()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import random
 import re
 import xml.etree.ElementTree as ET
@@ -23,11 +21,12 @@ from typer.testing import CliRunner
 from decodegate.commands.report import register
 from harness.choice import in_words
 from harness.outcomes import Outcome
-from harness.records import Header, Record
-from reports import html, job_summary, junit, markdown, read, terminal, write_all
+from harness.records import Header
+from reports import html, job_summary, junit, markdown, read, write_all
 from reports.summary import MARKS, Run, Summary
 from reports.text import code_span, duration, figure, visible
 from suites.harness import synthetic
+from suites.harness.synthetic import printed, summary_of
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HOSTILE = [
@@ -47,17 +46,6 @@ HOSTILE = [
 ]
 hostile = settings(max_examples=40, deadline=None)
 texts = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec=None), min_size=1, max_size=40).filter(str.strip))
-
-
-def summary_of(records: list[Record], **head: object) -> Summary:
-    return Summary([Run(synthetic.header(**{"selected": len(records), **head}), tuple(records))])
-
-
-def printed(report: Summary, **options: object) -> str:
-    """What the summary prints where stdout is not a terminal."""
-    stream = io.StringIO()
-    terminal.summary(report, terminal.make_console(stream), **options)  # type: ignore[arg-type]
-    return stream.getvalue()
 
 
 def told_by(text: str, outcome: Outcome = Outcome.FAIL) -> Summary:
@@ -212,65 +200,6 @@ def test_two_runs_of_a_build_with_one_name_stay_apart() -> None:
 def test_a_cell_recorded_twice_in_a_run_counts_by_its_last_record() -> None:
     report = summary_of([synthetic.record(Outcome.CRASH), synthetic.record()], selected=1)
     assert report.counts == {Outcome.PASS: 1} and report.green
-
-
-# --- the first bad row and the worst one
-
-
-def failed(first: float | None, worst: float | None, **changes: Any) -> Record:
-    """Rows at position 7 (the first bad one) and 40."""
-    place = {"first_bad_position": 7, "first_bad_schedule": 0, "worst_position": 40, "worst_schedule": 0}
-    return synthetic.record(Outcome.FAIL, first_bad_ratio=first, error_ratio=worst, **(place | changes))
-
-
-def test_every_report_tells_the_ratio_at_the_first_bad_row_from_the_worst_one() -> None:
-    report = summary_of([failed(5.1, 312.0)])
-    assert (
-        "    first bad position 7 of schedule 0 · error ratio there 5.1 (bound 3) · token 17 expected, 93 got · margin"
-        in printed(report)
-    )
-    assert "\n    worst error ratio 312 at position 40\n" in printed(report)
-    assert "| 7 | **5.1** (≤ 3) | **312** (≤ 3) at position 40 |" in markdown.render(report)
-    page = re.sub("<[^>]+>", "", html.render(report))
-    assert "first bad position 7 of schedule 0error ratio there 5.1 (bound 3)worst error ratio 312 at position 40" in page
-
-
-def test_a_first_bad_row_that_is_the_worst_has_one_ratio() -> None:
-    report = summary_of([failed(312.0, 312.0, worst_position=7)])
-    assert "first bad position 7 of schedule 0 · error ratio there 312 (bound 3) · token" in printed(report)
-    assert "worst error ratio" not in printed(report).split("wrong of")[0]
-    assert "| 7 | **312** (≤ 3) | **312** (≤ 3) |" in markdown.render(report)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"worst_schedule": 2}, "first bad position 7 of schedule 0 · error ratio there 5.1 (bound 3)"),
-        ({"worst_schedule": 2}, "worst error ratio 312 at position 40 of schedule 2"),
-        ({"worst_position": 7}, "worst error ratio 312 in another row at position 7"),
-        ({"first": None}, "worst error ratio 312 at position 40 (bound 3)"),
-        ({"worst": None}, "worst error ratio ∞ at position 40"),
-        ({"first": None, "worst": None, "worst_position": 7}, "first bad position 7 of schedule 0 · error ratio there ∞"),
-    ],
-)  # fmt: skip
-def test_the_worst_row_is_placed_where_it_cannot_be_taken_for_the_first_bad_one(changes: dict[str, Any], said: str) -> None:
-    assert said in printed(summary_of([failed(**{"first": 5.1, "worst": 312.0} | changes)]))
-
-
-def test_records_of_schema_1_have_the_worst_ratio_alone_and_render(tmp_path: Path) -> None:
-    file = synthetic.write(tmp_path / "gate.jsonl", [failed(None, 312.0)], synthetic.header(selected=1, schema=1))
-    new = ("first_bad_ratio", "worst_position", "worst_schedule")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in new}) + "\n" for line in lines))
-    report = read(file)
-    assert "first bad position 7 of schedule 0 · token" in printed(
-        report
-    ) and "\n    worst error ratio 312 (bound 3)\n" in printed(report)
-    assert "| 7 | – | **312** (≤ 3) |" in markdown.render(report)
-    assert "worst error ratio" in html.render(report) and junit.render(report)
-
-
-# --- legend
 
 
 def test_every_mark_of_the_matrix_is_in_the_legend() -> None:
