@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 SUITES = "suites.decoding"
-# help texts are rich markup: a bracket that is not escaped is a style, and is not shown
 EPILOG = examples(
     "decodegate replay 'engine::llama/gqa::repeat_is_deterministic[float32,dense]'",
     "decodegate replay 'engine::llama/gqa::x[float32,dense]' --schedule 'step 5'",
